@@ -1,4 +1,4 @@
-"""The `betahook` command, for those who do not want to write Python: the arguments, and what went wrong in one line."""
+"""The `betahook` command, for those who do not write Python: parsing of the arguments, and errors in one line."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from betahook.cli import terminal
 from betahook.report import html
 
 OBSTACLES = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
-"""Errors that say what to do; any other is a fault of ours, and shows where."""
+"""Errors that say what to do; any other is a bug in betahook, and shows its traceback."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, 1 for what went wrong, 2 for arguments that make no sense."""
+    """Run the command and return its exit status: 0, 1 for an error, 2 for invalid arguments, 130 if interrupted."""
     parser = _parser()
     given = vars(parser.parse_args(arguments))
     command, page = given.pop("command"), given.pop("html", None)
     if command is None:
         parser.print_help()
         return 0
-    from betahook.cli import commands  # loads transformers, which takes seconds: not for --help
+    from betahook.cli import commands  # imports transformers, which takes seconds: not for --help
 
     if command == "examine":
         given["pictured"] = page is not None
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             if command != "report":
                 terminal.show(document)
-        finally:  # one of them may fail, as in a pipe that is closed: the other has what took long
+        finally:  # even if printing fails, as in a closed pipe: the results took long to compute
             if page is not None:
                 html.write(document, page)
         if command == "report":
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The parser, whose arguments have the names of the parameters of the function in `commands`."""
+    """Return the parser, whose arguments are named like the parameters of the command's function in `commands`."""
     parser = argparse.ArgumentParser(prog="betahook", description=betahook.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {betahook.__version__}")
     group = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -84,23 +84,23 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     group: argparse._SubParsersAction[argparse.ArgumentParser], name: str, purpose: str
 ) -> argparse.ArgumentParser:
-    """Add a command, whose own help says its purpose too."""
+    """Add a command; its purpose appears in the list of commands and in its own help."""
     return group.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
 
 
 def _positive(text: str) -> int:
-    """A whole number, 1 or more."""
+    """Convert an argument to a whole number, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more; got {text!r}")
     return int(text)
 
 
 def _page(text: str) -> Path:
-    """A file that can be written: refused before the model runs, not after."""
+    """Convert an argument to a file to write; what cannot be one is refused before the model runs, not after."""
     path = Path(text)
     try:
         can_be = not path.is_dir() and path.parent.is_dir()
-    except OSError as error:  # such as a name that is too long
+    except OSError as error:  # e.g. a name that is too long
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists; {error}") from error
     if not can_be:
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists; got {text!r}")

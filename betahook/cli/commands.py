@@ -1,6 +1,6 @@
-"""The commands: each takes what was given on the command line and returns a document to show.
+"""The functions of the commands: each takes its command-line arguments and returns a document to show.
 
-`betahook.cli` calls them. An obstacle is an OSError or a ValueError whose message says what to do.
+`betahook.cli` calls them. They raise an OSError or a ValueError that says what to do if they cannot go on.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ LEFT_BEHIND = (
     *("*.index.json", f"{Path(checkpoint.FILE).stem}.*"),
     *("trainer_state.json", "events.out.tfevents.*", "latest", "zero_to_fp32.py", ".*"),  # of the training
 )
-"""Files of a checkpoint that a folded model does not need; each tokenizer calls the others as it likes."""
+"""Files of a checkpoint that a folded model does not need. All others are copied: tokenizers may use any name."""
 
 FOLDERS_KEPT = ("additional_chat_templates", "[0-9]_*")
-"""Folders that it needs: templates, and the further modules of a model of Sentence Transformers."""
+"""Folders that it does need: chat templates, and the further modules of a Sentence Transformers model."""
 
 MERGE_FIRST = (
     "in Python, load its base model and the adapter, then betahook.restore(model, folder), "
     "merged = model.merge_and_unload(), one forward of it, betahook.fold(merged)"
 )
-"""The way to fold beta of a saved adapter."""
+"""Advice on folding the beta of a saved adapter."""
 
 STOPPED_EARLY = (
     "When the checkpoint was saved, beta was still on its way. If the model is worse for it, take the model's own: "
     "betahook.restore(model, folder).detach(), then model.save_pretrained(...)."
 )
-"""Said of a fold of a beta that had not arrived."""
+"""Warning after folding a beta that a controller was still moving."""
 
 
 def inspect(name: str) -> Document:
-    """Say what `attach` finds in the model that a config describes, and what `fold` could do; no weights are read."""
+    """Show what `attach` finds in the model that a config describes, and what prevents a fold; no weights are read."""
     model = models.without_weights(name)
     marked, state = checkpoint.is_marked(model), models.state(name)
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
@@ -82,7 +82,7 @@ def inspect(name: str) -> Document:
 
 
 def show(folder: str) -> Document:
-    """Show the beta of each layer of a checkpoint, from the state of the hook alone."""
+    """Show the beta of each layer of a checkpoint; only the state of the hook is read."""
     _check_state(folder)
     saved = checkpoint.read(folder)
     if _is_left_over(saved):
@@ -96,17 +96,17 @@ def show(folder: str) -> Document:
 
 
 def report(folder: str) -> Document:
-    """Put together what the files of a run say."""
+    """Show what the files of a run contain."""
     run = runs.read(folder)
     return pages.run(folder, run, runs.judge(run))
 
 
 def fold(folder: str, out: str) -> Document:
-    """Fold the beta of a checkpoint into its weights and save the plain model, with its tokenizer, elsewhere."""
+    """Fold the beta of a checkpoint into its weights, and save the plain model with its tokenizer to a new folder."""
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{out} exists already; give a new folder for the plain model")
-    _check_state(folder)  # first: of the folder of a run it names the checkpoints
+    _check_state(folder)  # first: for the folder of a run, it lists the checkpoints
     if (reason := models.obstacle(folder, for_adapter=MERGE_FIRST)) is not None:
         raise FileNotFoundError(f"{folder} {reason}")
     if not checkpoint.is_marked_folder(Path(folder)):
@@ -130,7 +130,7 @@ def fold(folder: str, out: str) -> Document:
 
 
 def _save(model: PreTrainedModel, target: Path, source: Path) -> None:
-    """Save a model, with what lies beside it in another folder, in a new folder: all of it or nothing."""
+    """Save a model to a new folder, with the files it needs from `source`; the folder appears whole or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as unfinished:
         made = Path(unfinished) / target.name
@@ -153,7 +153,7 @@ def _is_named(path: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def examine(name: str, text: str, *, length: int, batch: int, batches: int, pictured: bool) -> Document:
-    """Run the model of a folder on windows of a text and judge its attention."""
+    """Run the model of a folder on windows of a text, and judge its attention."""
     if not Path(text).is_file():
         raise FileNotFoundError(f"{text} is not a file; give a file of plain text with --text")
     state = models.state(name)
@@ -168,7 +168,7 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
         getattr(model.config, "is_encoder_decoder", False)
         and "decoder_input_ids" in signature(model.forward).parameters
     ):
-        names.append("decoder_input_ids")  # few models shift the input into the decoder by themselves
+        names.append("decoder_input_ids")  # few models make the decoder's input from that of the encoder
     windows = _windows(name, text, min(length, models.longest(model) or length), batch * batches)
     highest, known = int(windows.max()), models.vocabulary(model)
     if known is not None and highest >= known:
@@ -190,7 +190,7 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
 
 
 def _windows(name: str, text: str, length: int, count: int) -> torch.Tensor:
-    """Return up to `count` windows, `[windows, length]` tokens, of a text that may be larger than the memory."""
+    """Return up to `count` windows of a text, `[windows, length]` tokens; the text may be larger than the memory."""
     try:
         with models.quiet():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -199,7 +199,7 @@ def _windows(name: str, text: str, length: int, count: int) -> torch.Tensor:
             f"{name} has no tokenizer that can be loaded; save it there with tokenizer.save_pretrained(), or in Python "
             f"give betahook.examine(model, batches) tokens of your own. transformers says: {error}"
         ) from error
-    # More than any tokenizer makes a token of, so that the windows fill up; Python makes room for what it is asked for.
+    # Enough to fill the windows with any tokenizer, but no more than there is: Python allocates all it is asked for.
     characters = min(16 * length * count, Path(text).stat().st_size)
     with Path(text).open(encoding="utf-8", errors="replace") as file:
         content = file.read(characters)
@@ -215,15 +215,15 @@ def _windows(name: str, text: str, length: int, count: int) -> torch.Tensor:
 
 
 def _run_on_nothing(model: PreTrainedModel) -> None:
-    """Run a forward on the meta device: it shows each layer's own beta, of those that it reaches before it fails."""
-    # With a cache, transformers does not read positions back to look for packed sequences.
+    """Run a forward on the meta device, which shows the own beta of each layer that it reaches before it fails."""
+    # With a cache, transformers does not search the positions for packed sequences, which needs their values.
     cached = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
-    with suppress(Exception), torch.no_grad():  # whatever code of the model raises there
+    with suppress(Exception), torch.no_grad():  # the model's code may raise anything there
         model.eval()(**models.an_input(model), **cached)
 
 
 def _places(layer: betahook.AttentionLayer) -> list[str]:
-    """Name the places of W_q and W_k relative to the attention module; empty if they are not known."""
+    """Return the names of W_q and W_k relative to the attention module; empty if they are not known."""
     if layer.projections is None:
         return ["", ""]
     names = {module: name for name, module in layer.module.named_modules()}
@@ -232,7 +232,7 @@ def _places(layer: betahook.AttentionLayer) -> list[str]:
 
 
 def _is_left_over(saved: checkpoint.Saved) -> bool:
-    """Tell if the state in a folder is not that of the model there: its config has no mark, its weights are others."""
+    """Return True if the state in a folder is not that of the model there, which has no mark and other weights."""
     if not (saved.folder / CONFIG_NAME).is_file() or checkpoint.is_marked_folder(saved.folder):
         return False
     try:
@@ -243,14 +243,14 @@ def _is_left_over(saved: checkpoint.Saved) -> bool:
 
 
 def _check_state(folder: str) -> None:
-    """Refuse a folder without the state of a hook, and say where one is."""
+    """Refuse a folder without the state of a hook; the error lists checkpoints inside it that have one."""
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give a checkpoint of a run with betahook")
     if (path / checkpoint.FILE).is_file():
         return
     names = (found.name for found in checkpoint.finished(path))
-    inside = sorted(names, key=lambda name: (len(name), name))  # checkpoint-10 behind checkpoint-9
+    inside = sorted(names, key=lambda name: (len(name), name))  # checkpoint-10 after checkpoint-9
     if inside:
         where = f"; name one of its checkpoints: {', '.join(inside)}"
     elif any((path / config).is_file() for config in (CONFIG_NAME, checkpoint.ADAPTER_CONFIG)):

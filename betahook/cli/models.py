@@ -1,6 +1,6 @@
-"""Models that a command works on: made from a config without weights, or loaded from a folder, with an input for each.
+"""Models for the commands: built from a config without weights, or loaded from a folder; and inputs for them.
 
-The commands of `betahook.cli` call this. Code that a model brings along is never run.
+The commands of `betahook.cli` call this. Code that comes with a model is never run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from betahook import checkpoint
 
 
 def without_weights(name: str) -> PreTrainedModel:
-    """Make the model of a folder, or of a name on the Hub, on the meta device.
+    """Build the model of a folder, or of a name on the Hub, on the meta device.
 
     Raises:
         OSError: there is no config.
@@ -52,9 +52,9 @@ def with_weights(name: str) -> PreTrainedModel:
 
 
 def state(name: str) -> dict[str, Any] | None:
-    """Read the state of the hook that lies beside the weights of a folder; None without one that acts on them.
+    """Read the hook's state beside the weights in a folder; None if there is none, or none that belongs to them.
 
-    A plain model that was saved over a hooked one leaves the file there, but its config has no mark.
+    A plain model that is saved over a hooked one leaves the old file there, but its config has no mark.
     """
     folder = Path(name)
     if not (folder / checkpoint.FILE).exists() or not checkpoint.is_marked_folder(folder):
@@ -68,7 +68,7 @@ def an_input(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Make up an input, on the device of the model.
 
     Raises:
-        ValueError: the model reads neither tokens nor pictures.
+        ValueError: the model takes neither tokens nor images.
     """
     if model.main_input_name == "pixel_values" and hasattr(model.config, "image_size"):
         size = model.config.image_size
@@ -82,22 +82,22 @@ def an_input(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         )
     embeddings: Any = model.get_input_embeddings()
     size = len(embeddings.weight)
-    # Of a mask on the meta device, where `inspect` runs, transformers would read if it hides anything.
+    # Without masks: transformers would look at their values, and on the meta device of `inspect` there are none.
     inputs = {name: tokens for name, tokens in model.dummy_inputs.items() if "mask" not in name}
     return {name: tokens.to(model.device) % size for name, tokens in inputs.items()}
 
 
 def longest(model: PreTrainedModel) -> int | None:
-    """Largest number of tokens that a model has positions for; None if it names no limit, or -1 as XLNet does."""
+    """Return the largest number of tokens that a model has positions for; None for no limit, or -1 as in XLNet."""
     limit: int = getattr(model.config, "max_position_embeddings", None) or -1
     tables = (table for path, table in model.named_modules() if path.endswith("position_embeddings"))
     paddings = (table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None)
-    # RoBERTa and its kin count positions from the one after that of the padding.
+    # RoBERTa and its relatives count positions from the padding index plus 1.
     return limit - next(paddings, -1) - 1 if limit > 0 else None
 
 
 def vocabulary(model: PreTrainedModel) -> int | None:
-    """Number of tokens that a model has embeddings for; None if it has no table of them, as CANINE, which hashes."""
+    """Return the number of token embeddings of a model; None if it has no table of them, as CANINE, which hashes."""
     try:
         embeddings = model.get_input_embeddings()
     except NotImplementedError:
@@ -106,9 +106,9 @@ def vocabulary(model: PreTrainedModel) -> int | None:
 
 
 def obstacle(name: str, *, for_adapter: str = "give the folder of its base model") -> str | None:
-    """Say why no config can be read from there, and what to do; None for a folder with one, or a name on the Hub.
+    """Return why no config can be read from `name`, and what to do; None for a folder with one, or a name on the Hub.
 
-    What to do with an adapter depends on the command.
+    `for_adapter` is what the command advises for the folder of an adapter.
     """
     folder = Path(name)
     if (folder / CONFIG_NAME).is_file():
@@ -130,13 +130,13 @@ def obstacle(name: str, *, for_adapter: str = "give the folder of its base model
 
 
 def _architecture(config: Any) -> Any:
-    """Return the class that the config names, `AutoModel` if it names none of transformers."""
+    """Return the class that the config names; `AutoModel` if it names none that transformers has."""
     return getattr(transformers, (config.architectures or [""])[0], AutoModel)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep remarks and progress bars of transformers away."""
+    """Suppress warnings and progress bars of transformers."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -150,7 +150,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _reading(name: str) -> Iterator[Any]:
-    """Give the config of a model; what transformers says of one that cannot be read is said in words of ours."""
+    """Yield the config of a model; replace transformers' errors about a model that cannot be read by clearer ones."""
     if (reason := obstacle(name)) is not None:
         raise FileNotFoundError(f"{name} {reason}")
     try:
@@ -173,6 +173,6 @@ def _reading(name: str) -> Iterator[Any]:
         ) from error
     except (RuntimeError, ImportError):
         raise
-    except Exception as error:  # a wrong value fails where transformers comes to use it, with any error
+    except Exception as error:  # a wrong value may raise any error, wherever transformers uses it
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"transformers makes no model of {name}; correct its {CONFIG_NAME}: {reason}") from error

@@ -1,4 +1,4 @@
-"""Documents of what was measured: of an examination, and of a run. `betahook.cli.commands` calls this."""
+"""Documents about measurements: those of an examination, and those of a run. `betahook.cli.commands` calls this."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ COLOURS = {
 }
 """Colours of conditions in charts: blue is flat and orange sharp, as in the picture.
 
-All can be told apart by the colour-blind, and are legible on white and on the dark page.
+They are distinguishable for the colour-blind, and legible on the white and on the dark page.
 """
 
 
 def examination(title: str, source: str, found: Examination, *, pictured: bool) -> Document:
-    """Return what an examination found, with a picture if that is asked for and matplotlib is there."""
+    """Return the document of an examination, with a picture if one is asked for and matplotlib is installed."""
     summary = found.findings.summary.removeprefix(f"Step {found.findings.step}: ")
     blocks: list[Block] = [
         Text(summary[0].upper() + summary[1:], strong=True),
@@ -61,7 +61,7 @@ def examination(title: str, source: str, found: Examination, *, pictured: bool) 
 
 
 def at_a_glance(findings: Findings) -> list[Image]:
-    """Return the picture of one look; none without matplotlib."""
+    """Return the picture of these findings alone; empty without matplotlib."""
     picture = glance.Picture()
     picture.add(findings)
     try:
@@ -72,7 +72,7 @@ def at_a_glance(findings: Findings) -> list[Image]:
 
 
 def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Document:
-    """Return what the files of a run say."""
+    """Return the document of a run, from what its files contain."""
     summary, remarks, tables = "", {}, list[Table]()
     if found.checkpoints:
         last = max(found.checkpoints)
@@ -98,7 +98,7 @@ def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Docum
 
 
 def charts(found: Run) -> list[Chart]:
-    """Return the charts of a run of which something was logged, over the same steps."""
+    """Return those charts of a run for which anything was logged, over the same steps."""
     loss = {"training": found.curve("train/loss", f"{GROUP}/loss"), "evaluation": found.curve("eval/loss")}
     shares = {
         tag.removeprefix(f"{GROUP}/layers_").replace("_", " "): points
@@ -126,7 +126,7 @@ def charts(found: Run) -> list[Chart]:
 
 
 def betas(state: dict[str, Any]) -> Table:
-    """Return beta and condition of each layer, from the state of a hook."""
+    """Return a table of the beta and the condition of each layer, from the state of a hook."""
     own, beta = _betas(state)
     by_head = (state["beta"] / state["beta_default"]).split(list(state["layers"].values()))
     rows = []
@@ -148,7 +148,7 @@ def betas(state: dict[str, Any]) -> Table:
 
 
 def sources(found: Run) -> list[str]:
-    """Say in a line what the page was made from; in none where all of it was left out."""
+    """Return a line on what the page was made from; empty if everything was left out."""
     parts = [*found.logs]
     if found.checkpoints:
         newest = found.checkpoints[max(found.checkpoints)].state
@@ -160,17 +160,17 @@ def sources(found: Run) -> list[str]:
 
 
 def advice(remarks: Mapping[str, str]) -> list[Block]:
-    """Return remarks as a paragraph, a line each; none without any."""
+    """Return remarks as a paragraph with a line for each; empty without any."""
     return [Text("\n".join(f"{subject}: {words}" for subject, words in remarks.items()))] if remarks else []
 
 
 def number(value: float) -> str:
-    """Write a number; nothing for NaN."""
+    """Format a number; empty for NaN."""
     return "" if math.isnan(value) else f"{value:.4g}"
 
 
 def _betas(state: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Return the model's own beta and that in force, of each layer; NaN in the state stands for the model's own."""
+    """Return each layer's own beta, and its beta in force; NaN in the state stands for the model's own."""
     lengths = torch.tensor(list(state["layers"].values()))
     acting = torch.where(state["beta"].isnan(), state["beta_default"], state["beta"])
     layers = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -179,7 +179,7 @@ def _betas(state: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 def _gains(found: Run) -> dict[str, Points]:
-    """Return beta over the model's own of each layer, over the checkpoints."""
+    """Return beta over the model's own for each layer, over the checkpoints; empty if there is only one."""
     lines: dict[str, Points] = {}
     for step, saved in found.checkpoints.items():
         for label, own, beta in zip(short_names(saved.state["layers"]), *_betas(saved.state), strict=True):
@@ -189,7 +189,7 @@ def _gains(found: Run) -> dict[str, Points]:
 
 
 def formats(precision: Sequence[Precision], labels: Sequence[str]) -> Table:
-    """Return what number formats would make of the scores, a row a layer."""
+    """Return a table of what number formats would do to the scores, with a row for each layer."""
     names = list(dict.fromkeys(each.name for each in precision))
     layers = list(dict.fromkeys(each.layer for each in precision))
     verdicts = {(each.layer, each.name): _with_heads(each) for each in precision}
@@ -202,16 +202,16 @@ def formats(precision: Sequence[Precision], labels: Sequence[str]) -> Table:
 
 
 def footer(*lines: str) -> Text:
-    """Return what was used: these lines, and the versions."""
+    """Return a footer: these lines, and the versions of packages."""
     packages = " · ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return Text("\n".join([*lines, f"betahook {betahook.__version__} · {packages}"]))
 
 
 def is_on_its_way(state: dict[str, Any]) -> bool:
-    """Tell if one of betahook's own controllers was still bringing beta to where it wants it when a state was saved."""
+    """Return True if one of betahook's own controllers was still moving beta to its target when a state was saved."""
     own = {getattr(betahook, name) for name in betahook.__all__}.intersection(Controller.__subclasses__())
     kinds = {kind.__qualname__: kind for kind in own}
-    # Whatever the options, which another version may have written.
+    # With default options: another version may have written the saved ones.
     return any(
         kind().is_in_transition(kind.migrate(entry["state"]))
         for entry in state["controllers"]

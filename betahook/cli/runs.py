@@ -1,4 +1,7 @@
-"""A run as its files tell it: TensorBoard's, and the checkpoints of the Trainer. `betahook.cli.commands` calls this."""
+"""Reader of a run's files: those of TensorBoard, and the checkpoints of the Trainer.
+
+`betahook.cli.commands` calls this.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,23 @@ from betahook.report.summary import GROUP
 
 FILES = "events.out.tfevents.*"
 ALL = {"scalars": 0, "images": 1, "tensors": 0}
-"""TensorBoard keeps every scalar and text, and the last picture."""
+"""Sizes for TensorBoard's reader: every scalar and text, and the last picture."""
 
 Points = list[tuple[float, float]]
 
 
 @dataclass
 class Run:
-    """Everything found of a run.
+    """Everything found in the files of a run.
 
     Attributes:
-        scalars: tag to points (step, value), in order of the steps: of TensorBoard, and before that has any, as in a
-            run that was resumed, of the Trainer's history.
+        scalars: tag to points (step, value), in order of the steps: from TensorBoard, and from the Trainer's history
+            for steps before the first one in TensorBoard, as after a resume.
         picture: the last picture of TensorBoard, a PNG; None without one.
         words: the last findings in words, as Markdown; empty without any.
         checkpoints: step to the state of the hook in a checkpoint, in order.
-        logs: what the scalars are from, in words.
-        remarks: on what could not be read.
+        logs: the sources of the scalars, in words.
+        remarks: remarks on what could not be read.
     """
 
     scalars: dict[str, Points] = field(default_factory=dict)
@@ -47,7 +50,7 @@ class Run:
     remarks: list[str] = field(default_factory=list)
 
     def curve(self, *tags: str) -> Points:
-        """Return the first of several tags that is there."""
+        """Return the points of the first of several tags that is there; empty if none is."""
         return next((self.scalars[tag] for tag in tags if tag in self.scalars), [])
 
 
@@ -55,8 +58,8 @@ def read(folder: str) -> Run:
     """Read a folder of event files, of checkpoints, of both, or a checkpoint itself.
 
     Raises:
-        FileNotFoundError: there is no such folder, or nothing of betahook in it; or what has the name of a TensorBoard
-            file, beside others, is none, as a broken link.
+        FileNotFoundError: there is no such folder, or nothing of betahook in it; or something beside TensorBoard files
+            is named like one but is no file, such as a broken link.
         ValueError: its checkpoints are of models with different layers.
         ImportError: there are event files, but tensorboard is not installed.
     """
@@ -75,7 +78,7 @@ def read(folder: str) -> Run:
 
 
 def _read_events(root: Path, files: list[Path], run: Run) -> Path:
-    """Read the newest TensorBoard run, of files below a folder, that has something of betahook; return its place."""
+    """Read the newest TensorBoard run below `root` that has numbers of betahook; return its folder, or else `root`."""
     try:
         from tensorboard.backend.event_processing import event_accumulator
     except ImportError as error:
@@ -109,7 +112,7 @@ def _read_events(root: Path, files: list[Path], run: Run) -> Path:
 
 
 def _last_run(written: Iterable[tuple[float, float]]) -> Points:
-    """Leave out what a later run in the same folder, begun anew or resumed, has taken back: the rule of TensorBoard."""
+    """Leave out points that a later run in the same folder, restarted or resumed, replaces, as TensorBoard does."""
     points: Points = []
     for step, value in written:
         while points and points[-1][0] >= step:
@@ -119,7 +122,7 @@ def _last_run(written: Iterable[tuple[float, float]]) -> Points:
 
 
 def _folder_of_checkpoints(root: Path, place: Path) -> Path:
-    """Return the folder with the checkpoints of the TensorBoard run in a place: the nearest one around it with any."""
+    """Return the folder of the checkpoints of a TensorBoard run: the nearest one around its `place` that has any."""
     within = [folder for folder in (place, *place.parents) if folder.is_relative_to(root)]
     return next((folder for folder in within if checkpoint.finished(folder)), root)
 
@@ -146,14 +149,14 @@ def _read_checkpoints(root: Path, run: Run) -> None:
             curves.setdefault(_tag(name), []).append((entry["step"], value))
     run.logs += ["the Trainer's history"] if curves else []
     for tag, points in curves.items():
-        logged = run.scalars.get(tag, [])  # from where the run was resumed: the files of before are in another folder
+        logged = run.scalars.get(tag, [])  # may begin at a resume: the files of before are in another folder
         run.scalars[tag] = [point for point in points if not logged or point[0] < logged[0][0]] + logged
 
 
 def _history(file: Path) -> list[dict[str, Any]]:
-    """Return the entries of the history in a state of the Trainer; none if its process ended while it wrote that.
+    """Return the entries of the history in a state of the Trainer; empty if its process ended while writing it.
 
-    Those without a step, which a callback of the user's may have added, are left out.
+    Entries without a step, which a user's callback may have added, are left out.
     """
     try:
         state = json.loads(file.read_bytes())
@@ -165,23 +168,24 @@ def _history(file: Path) -> list[dict[str, Any]]:
 
 
 def _numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and values of an entry of the history, without what is no number: others' callbacks may write anything."""
+    """Yield the names and values of the numbers in an entry of the history: callbacks may have written anything."""
     for name, value in entry.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield name, value
 
 
 def _tag(name: str) -> str:
-    """Return the tag in TensorBoard of a name in the Trainer's history."""
+    """Return the tag that TensorBoard has for a name in the Trainer's history."""
     if name.startswith(f"{GROUP}/"):
         return name
     return name.replace("_", "/", 1) if name.startswith("eval_") else f"train/{name}"
 
 
 def judge(run: Run) -> tuple[Findings, Audit] | None:
-    """Judge the newest checkpoint that has a whole config, by its state alone.
+    """Judge the newest checkpoint that has a complete config, by the state of its hook alone.
 
-    None without one, where the config is not that of the hooked model, or where nothing was measured.
+    Returns None if there is no such checkpoint, if its config is not that of the hooked model, or if nothing was
+    measured.
     """
     newest = reversed(run.checkpoints.values())
     if (saved := next((each for each in newest if models.obstacle(str(each.folder)) is None), None)) is None:

@@ -1,4 +1,4 @@
-"""A document on a terminal. Pictures, charts and wide tables are left to the HTML page."""
+"""Rendering of a document on a terminal. Pictures, charts and wide tables are left to the HTML page."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from betahook.report.document import Document, Table, Text
 from betahook.report.names import fitting
 
 PIPED = 200
-"""Width where the output is not a terminal, so that one row is one line."""
+"""Width if the output is not a terminal, so that each row stays on one line."""
 BETWEEN, FOLDED, NAME = 3, 24, 12
-"""Widths: between columns, from which on a column may be folded, and below which no name is shortened."""
+"""Widths: the gap between columns, the most that a foldable column claims, and the least for the first column."""
 
 
 def show(document: Document) -> None:
-    """Print a document to the standard output, with a ? for what its encoding lacks."""
+    """Print a document to the standard output, with a ? for each character that its encoding lacks."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     console = Console(markup=False, highlight=False, emoji=False)
@@ -47,7 +47,7 @@ def _show_table(console: Console, table: Table) -> None:
     names = _names(table, console.width)
     for name, row in zip(names, table.rows, strict=True):
         shown.add_row(name, *map(RichText, row[1:]))
-    if (least := _least_width(table, names)) > console.width:  # rich would cut numbers short, and leave columns out
+    if (least := _least_width(table, names)) > console.width:  # rich would truncate numbers and drop columns
         shown.width = least
     console.print(shown, crop=False)
     if table.note:
@@ -55,7 +55,7 @@ def _show_table(console: Console, table: Table) -> None:
 
 
 def _names(table: Table, width: int) -> list[str]:
-    """Return the first column, shortened where the others leave it too little room."""
+    """Return the first column, shortened if the others leave it too little room."""
     first, *others = zip(*table.rows, strict=True) if table.rows else [()]
     widths = [max(map(len, (name, *cells))) for name, cells in zip(table.header[1:], others, strict=False)]
     left = width - sum(min(each, FOLDED) + BETWEEN for each in widths)
@@ -63,7 +63,7 @@ def _names(table: Table, width: int) -> list[str]:
 
 
 def _least_width(table: Table, names: list[str]) -> int:
-    """Return the width in which every number is whole, and so are most words of the columns that are folded."""
+    """Return the least width that leaves every number whole, and most words of the columns that are folded."""
     widths = [max(map(len, (table.header[0], *names)))]
     for column, (name, *cells) in enumerate(zip(table.header[1:], *(row[1:] for row in table.rows), strict=True), 1):
         words = [word for text in (name, *cells) for word in text.split()]
