@@ -1,7 +1,7 @@
 """The file of a hook's state: safetensors with a JSON header and a checksum, never pickle.
 
-This file reads and writes nested dictionaries and lists with tensors in them; `betahook.checkpoint.schema` defines what
-they mean. Beside the state, the file holds a fingerprint of the weights that were saved with it.
+This module handles nested dictionaries and lists with tensors in them; `betahook.checkpoint.schema` defines what they
+mean. Beside the state, the file holds a fingerprint of the weights that were saved with it.
 """
 
 from __future__ import annotations
@@ -238,7 +238,11 @@ def _put_together(header: str | None, tensors: dict[str, Tensor], place: str | P
 
 
 def _take_tensors(nested: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Remove the tensors from nested dictionaries and lists, and yield them with the joined keys that lead to them."""
+    """Remove the tensors from nested dictionaries and lists, and yield them with their names.
+
+    A name is the joined keys that lead to the tensor: `controllers/0/state/NAME` for
+    `state["controllers"][0]["state"][NAME]`.
+    """
     for key, value in list(nested.items() if isinstance(nested, dict) else enumerate(nested)):
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
@@ -248,7 +252,7 @@ def _take_tensors(nested: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _put_tensor(state: dict[str, Any], name: str, tensor: Tensor) -> None:
-    """Put a tensor back in its place, which its name gives as joined keys."""
+    """Put a tensor back where it was: its name gives the keys, see `_take_tensors`."""
     *parents, last = name.split(SEPARATOR)
     place: Any = state
     for key in parents:

@@ -110,7 +110,10 @@ def _adapters_among_others(fingerprint: Mapping[str, Tensor], model: nn.Module) 
 
 
 def _places(name: str) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield, for each part of a dotted name, what comes before and after it, and the part itself."""
+    """Yield, for each part of a dotted name, what comes before and after it, and the part itself.
+
+    `a.b.c` gives `(("", "b.c"), "a")`, `(("a", "c"), "b")` and `(("a.b", ""), "c")`.
+    """
     parts = name.split(".")
     for index, part in enumerate(parts):
         yield (".".join(parts[:index]), ".".join(parts[index + 1 :])), part

@@ -58,7 +58,10 @@ def of_part(state: dict[str, Any], path: str, head_dims: Mapping[str, int]) -> d
 
 
 def _places(widths: Mapping[str, int], names: Sequence[str]) -> Tensor:
-    """Return the indices at which the entries of the layers lie now, in the order of `names`; `widths` counts them."""
+    """Return the indices at which the entries of the layers lie now, in the order of `names`; `widths` counts them.
+
+    With `widths={"a": 2, "b": 1}` and `names=["b", "a"]`, these are `[2, 0, 1]`.
+    """
     now = torch.arange(sum(widths.values()), device="cpu").split(list(widths.values()))
     by_name = dict(zip(widths, now, strict=True))
     return torch.cat([by_name[name] for name in names])

@@ -112,7 +112,10 @@ def _read_events(root: Path, files: list[Path], run: Run) -> Path:
 
 
 def _last_run(written: Iterable[tuple[float, float]]) -> Points:
-    """Leave out points that a later run in the same folder, restarted or resumed, replaces, as TensorBoard does."""
+    """Leave out points that a later run in the same folder, restarted or resumed, replaces, as TensorBoard does.
+
+    Of points written at the steps 1, 2, 3, 2, 4, these are the first 2 and the 3.
+    """
     points: Points = []
     for step, value in written:
         while points and points[-1][0] >= step:
