@@ -1,8 +1,8 @@
 """`attach` and the `Hook` it returns, which ties the packages together.
 
-`attach` checks its arguments by `betahook.options`, which finds the attention modules by `betahook.models`. A `Hook`
-makes a `betahook.state`, puts the `betahook.tap` on the modules, and runs the stages of `betahook.step` in `Hook.step`.
-This file says in which order, and hands out the results.
+`attach` checks its arguments with `betahook.options`, which finds the attention modules with `betahook.models`. A
+`Hook` creates a `betahook.state`, installs the `betahook.tap` on the modules, and runs the stages of `betahook.step` in
+`Hook.step`. This file only defines the order of these calls and returns the results.
 """
 
 from __future__ import annotations
@@ -52,36 +52,36 @@ def attach(
 ) -> Hook:
     """Measure the attention scores of a model from now on, and let a controller adapt beta as it trains.
 
-    Nothing about the model changes but the inverse temperature of its attention, and with `controller="monitor"` not
-    even that: outputs, gradients and random state are then bit-identical to those of the model alone. (One exception:
-    in evaluation `nn.MultiheadAttention`, and encoders made of it, lose torch's fast path: outputs differ by rounding.)
+    Only the inverse temperature of the attention changes, and with `controller="monitor"` not even that: outputs,
+    gradients and random state are then bit-identical to those without a hook. (One exception: in evaluation mode,
+    `nn.MultiheadAttention` and encoders built from it lose torch's fast path, so outputs differ by rounding.)
 
     Args:
-        model: any model with softmax attention over q . k: that of transformers, written by hand with torch's products,
-            or torch's own. Attach before wrapping it (`DistributedDataParallel`) and before compiling it.
+        model: any model with softmax attention over q . k: from transformers, written by hand with torch's products, or
+            torch's own. Attach before wrapping it (`DistributedDataParallel`) and before compiling it.
         controller: "default", a `Search`; "monitor", beta stays; a controller; or a list of them, applied in order.
-        layers: which attention layers: a glob over module names, a list of globs, or a predicate `(name, module) ->
-            bool`; None for all.
-        per_head: one beta for each head instead of one for each layer.
-        interval: measure the scores of each layer once every `interval` steps, the layers in turn, and pool the sums at
-            least as often; 1 does both in every step. All layers are measured in the first step and during a
-            controller's opening. The sensitivity is measured in every step, unless no beta was set and no controller
-            moves one: a layer whose turn it is not then runs as if there were no hook. Default 10, or 1 for `Variance`,
-            `Cap`, `Clip` and `Alerts(max_logit=...)`, which go by the scores of every step. All ranks need the same.
-        when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
-            also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
-        exact_max_logit: measure the largest logit of all pairs instead of 32 query rows of a sequence, adding
-            about half the cost of an attention forward. `Cap`, `Clip` and `Alerts(max_logit=...)` switch it on.
-        alerts: limits, and what to call when metrics cross them; one rank alone may have them if all get `interval=`.
+        layers: the attention layers to hook: a glob over module names, a list of globs, or a predicate `(name, module)
+            -> bool`; None for all.
+        per_head: use one beta per head instead of one per layer.
+        interval: measure the scores of each layer once every `interval` steps, taking the layers in turn, and pool the
+            sums at least that often; 1 does both in every step. In the first step and during a controller's opening,
+            all layers are measured. The sensitivity is measured in every step, unless no beta was set and no controller
+            moves one; a layer then runs as if unhooked in steps that are not its turn. Default 10, or 1 for `Variance`,
+            `Cap`, `Clip` and `Alerts(max_logit=...)`, which need the scores of every step. Use the same on all ranks.
+        when: "training" measures forward passes in training mode with gradients enabled, frozen layers included;
+            "always" also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
+        exact_max_logit: measure the largest logit over all pairs instead of over 32 query rows of a sequence, adding
+            about half the cost of an attention forward pass. `Cap`, `Clip` and `Alerts(max_logit=...)` switch it on.
+        alerts: limits on the metrics, and a function to call beyond them; one rank may have them if all get `interval`.
 
     Returns:
-        The hook. Call its `step()` once per optimizer step, `detach()` at the end.
+        The hook. Call its `step()` once per optimizer step, and `detach()` at the end.
 
     Raises:
-        UnsupportedModelError: nothing in the model can be hooked; it is tensor-parallel and its attention does not go
-            through the attention interface; or a layer has no weights that a `Clip` could scale.
-        ValueError: an option has a value that makes no sense; the model is wrapped or compiled already, or was saved
-            while hooked and waits for `betahook.restore`.
+        UnsupportedModelError: nothing in the model can be hooked; the model is tensor-parallel and its attention does
+            not use the attention interface; or a layer has no weights that a `Clip` could scale.
+        ValueError: an option has an invalid value; the model is already wrapped or compiled, or was saved while hooked
+            and has to be loaded with `betahook.restore`.
         RuntimeError: the model is hooked already.
         TypeError: `model` is not a module, or an option has the wrong type.
     """
@@ -92,11 +92,11 @@ def attach(
 
 
 def check_options(**given: Any) -> dict[str, Any]:
-    """Return options of `attach` with the defaults of the others, checked as far as that takes no model: for callbacks.
+    """Check options of `attach` as far as possible without a model; return them with the defaults, for callbacks.
 
     Raises:
         TypeError: there is no such option, or it has the wrong type.
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has an invalid value.
     """
     bound = inspect.signature(attach).bind(None, **given)
     bound.apply_defaults()
@@ -108,7 +108,7 @@ def check_options(**given: Any) -> dict[str, Any]:
 
 
 def detach(model: nn.Module) -> None:
-    """Detach every hook of a model, or of parts of it, without its handle; a model without a hook stays as it is.
+    """Detach every hook of a model and its parts, without needing the `Hook` objects; do nothing if there is none.
 
     Raises:
         TypeError: `model` is not a module.
@@ -118,7 +118,7 @@ def detach(model: nn.Module) -> None:
 
 
 def hooks_of(model: nn.Module) -> set[Hook]:
-    """Find the hooks that act in a model.
+    """Return the hooks attached to a model or to its parts.
 
     Raises:
         TypeError: `model` is not a module.
@@ -130,20 +130,20 @@ def hooks_of(model: nn.Module) -> set[Hook]:
 
 
 class Hook(Uncopied):
-    """A hooked model. Made by `attach`; as a context manager it detaches at the end.
+    """A hooked model, created by `attach`; as a context manager, it detaches on exit.
 
     Attributes:
         model: the hooked model.
         layers: the hooked attention layers by module name.
         controllers: the rules that adapt beta, in order.
         settings: `per_head`, `interval`, `when` and `exact_max_logit`, see `attach`.
-        last_call: the last call of the model, or of the part of it that is called, on which `fold` checks itself. It
+        last_call: the last call of the model, or of the part of it that you call; `fold` verifies itself on it. It
             keeps that batch in memory; set `hook.last_call.input` to None to free it. `detach` frees it, too.
-        not_reached: the modules that look like attention and cannot be hooked: their names, each with the reason.
-        trained_by: after `betahook.restore`, the controllers that made this beta, in words; else empty.
+        not_reached: modules that look like attention but cannot be hooked: name to reason.
+        trained_by: after `betahook.restore`, the controllers that trained this beta, in words; otherwise empty.
     """
 
-    @torch.inference_mode(False)  # tensors made in it could never be written to outside of it
+    @torch.inference_mode(False)  # tensors created in inference mode could not be written to outside it
     def __init__(
         self, survey: Survey, controllers: Sequence[Controller], settings: Settings, alerts: Alerts | None
     ) -> None:
@@ -158,8 +158,8 @@ class Hook(Uncopied):
         self.layers = Layers([AttentionLayer(*each) for each in parts])
         recorders = [Recorder(*each, owner=self, when=settings.when) for each in parts]
 
-        with ExitStack() as undo:  # also if something below fails
-            # Called once, by detach or when the hook is collected together with its model.
+        with ExitStack() as undo:  # undoes everything if something below fails
+            # Called once: by `detach`, or when the hook is garbage-collected together with its model.
             undo.callback(weakref.finalize(self, install.acquire(recorders)))
             install.connect(model, recorders, undo)
             adapters.connect(model, self._state, undo)
@@ -171,34 +171,34 @@ class Hook(Uncopied):
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
-        """Leave the model exactly as it was before `attach`; beta is the model's own again."""
+        """Remove everything that `attach` added to the model, which then applies its own beta again."""
         if self.attached:
             self._state.is_detached = True
             self._undo.close()
             self.last_call.input = None
 
     def pause(self) -> AbstractContextManager[None]:
-        """Return a context manager in which no forward is measured, nor its backward; beta acts as before.
+        """Return a context manager in which neither forward nor backward passes are measured; beta acts as before.
 
-        For losses whose gradients you discard, as those of a generator's loss in its discriminator: the sensitivity
-        adds up over all backward passes of a step, and `zero_grad` does not reset it. Reentrant gradient checkpointing
-        runs the forward that counts in the backward, which then must be in the pause too.
+        Use it for losses whose gradients you discard, such as those that a GAN's generator loss leaves in the
+        discriminator: the sensitivity adds up over all backward passes of a step, and `zero_grad` does not reset it.
+        Reentrant gradient checkpointing runs the measured forward pass inside the backward pass: pause that, too.
         """
         return self._state.pause()
 
     @property
     def attached(self) -> bool:
-        """True while the hook acts on the model."""
+        """True until the hook is detached."""
         return not self._state.is_detached
 
     @property
     def steps(self) -> int:
-        """How often `step` was called, before a resume too."""
+        """Number of calls of `step`, including those before a resume."""
         return self._state.steps
 
     @property
     def moving(self) -> list[Controller]:
-        """The controllers that are bringing beta to where they want it. Reads the device back."""
+        """The controllers that are still moving beta to an intended value. Synchronises with the device."""
         memories = zip(self.controllers, self._state.memories, strict=True)
         return [controller for controller, memory in memories if memory and controller.is_in_transition(memory)]
 
@@ -222,22 +222,23 @@ class Hook(Uncopied):
         return "\n".join(lines)
 
     def step(self, scaler: GradScaler | None = None, *, loss: Tensor | float | None = None) -> None:
-        """Pool the statistics over ranks, run the controllers and write beta: once per optimizer step, after it.
+        """Pool the statistics over ranks, run the controllers and write beta; call it after each optimizer step.
 
-        Sums are pooled in the first step, every `interval` steps and for a controller; others only add sensitivities.
+        Sums are pooled in the first step, every `interval` steps, and whenever a controller is due; all other steps
+        only add up sensitivities.
 
         Args:
-            scaler: the scaler of the loss in float16 training, after its `update()`. The sensitivities are divided by
-                its scale; where it skipped the optimizer step, on all ranks alike, beta stays too, unless the loss is
-                not finite and a controller goes by it. It is read back to the host, as it does itself in every step.
-            loss: of the training, for controllers that look at it; by default the mean `loss` of the model's outputs.
+            scaler: the gradient scaler of float16 training, after its `update()`. The sensitivities are divided by its
+                scale. If it skipped the optimizer step (on all ranks alike), beta stays too, unless the loss is not
+                finite and a controller judges by it. The scale is read back to the host, as the scaler itself does.
+            loss: the training loss, for controllers that use it; by default the mean `loss` of the model's outputs.
 
         Raises:
-            RuntimeError: the hook is detached; the scaler's `update()` is yet to come; no attention was seen before the
-                first step, or no loss to judge by; or ranks have different layers or options, or another beta.
+            RuntimeError: the hook is detached; the scaler's `update()` was not called yet; no attention was seen before
+                the first step, or no loss that a controller needs; or ranks differ in layers, options or beta.
             TypeError: the scaler is not a `GradScaler`, or the loss is neither a tensor nor a number.
-            UnsupportedModelError: the weights of a layer do not act as `Clip` needs them to.
-            Exception: any that a controller raises; beta stays, and the step counts all the same.
+            UnsupportedModelError: scaling a layer's weights does not act like beta, which `Clip` requires.
+            Exception: any exception of a controller; beta stays as it was, and the step is counted.
         """
         state = self._state
         if not self.attached:
@@ -253,16 +254,16 @@ class Hook(Uncopied):
                 with torch.inference_mode(False), torch.no_grad(), stages.pooling(state, loss_scale) as measured:
                     stages.control(state, self.layers, self.controllers)
                     self._clipping.step(self, measured)
-        finally:  # also where a controller raises: the next step is not to count anything twice
+        finally:  # even if a controller raises, so that the next step counts nothing twice
             stages.finish(state, self.controllers, loss_scale, self.settings.interval)
             self.last_call.release_graph()
 
     def metrics(self) -> dict[str, float]:
-        """Report what the last steps measured, and beta, W_q and W_k as they are now: `quantity/layer` to a number.
+        """Return what the last steps measured, with the current beta, W_q and W_k: `quantity/layer` to a number.
 
-        `MetricName` in `betahook/report/metrics.py` lists and explains the quantities. What was not measured is left
-        out. Reads the device back, so call it when you log, not in every step. The first call after a NaN or an
-        infinity logs a single warning, which names the layers and the steps.
+        `MetricName` in `betahook/report/metrics.py` lists and explains the quantities; those that were not measured are
+        left out. This synchronises with the device, so call it when you log, not in every step. The first call after a
+        NaN or an infinity logs a single warning, which names the layers and the steps.
         """
         state = stages.refreshed(self._state, self.layers)
         unreached = warnings.find_unreached(state, self.layers, self.model)
@@ -277,16 +278,16 @@ class Hook(Uncopied):
         return values
 
     def head_metrics(self) -> dict[str, Tensor]:
-        """Report the numbers of each head: `quantity/layer` to a tensor `[heads]` on the CPU; NaN for missing ones."""
+        """Return the metrics of each head: `quantity/layer` to a tensor `[heads]` on the CPU; NaN if not measured."""
         state = stages.refreshed(self._state, self.layers)
         unreached = warnings.find_unreached(state, self.layers, self.model)
         return metrics.by_head(state, self.layers, unreached)
 
     def findings(self) -> Findings:
-        """Report the condition of the attention of each layer in words, since when, and what to do.
+        """Describe the condition of each layer's attention in words, since when it holds, and what to do.
 
-        `help(betahook.Condition)` names the conditions and their limits. The first call after a step logs one line if a
-        condition began, a warning if it asks for attention. Like `metrics`, it reads the device back.
+        `help(betahook.Condition)` lists the conditions and their limits. If a condition began, the first call after a
+        step logs one line, as a warning if the condition is worrying. Like `metrics`, it synchronises with the device.
         """
         state = stages.refreshed(self._state, self.layers)
         notes = stages.explain(state, self.layers, self.controllers)
@@ -297,7 +298,8 @@ class Hook(Uncopied):
     def audit(self) -> Audit:
         """Compare the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` with what was measured, layer by layer.
 
-        For the correlations the model runs once more on its last input: skipped without one or in multi-process runs.
+        The correlations take another run of the model on its last input; they are skipped if it has none, and in
+        multi-process runs.
 
         Raises:
             RuntimeError: nothing was measured yet, or every layer is left alone.
@@ -305,33 +307,33 @@ class Hook(Uncopied):
         return Audit.of(self, self.layers, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that `step` depends on: tensors, numbers and strings only, ready for `torch.save`.
+        """Return everything that `step` depends on, as tensors, numbers and strings only, ready for `torch.save`.
 
-        A hook on the same architecture with the same controllers that loads it goes on bit-identically.
+        A hook with the same architecture and controllers that loads it continues bit-identically.
         """
         heads = {name: layer.heads for name, layer in self.layers.items()}
         return schema.dump(self._state, heads, asdict(self.settings), self.controllers, self.trained_by)
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, in this version or an older one; on an error nothing is changed.
+        """Continue from a `state_dict` of this version or an older one; if it raises, nothing has changed.
 
         Raises:
-            ValueError: the state is damaged, of another version or layers, or of other controllers, which moved beta.
+            ValueError: the state is damaged, of an unknown version or of other layers, or other controllers moved beta.
             RuntimeError: the hook is detached.
         """
         if not self.attached:
             raise RuntimeError("load_state_dict() on a detached hook: attach to the model again")
         own, parsed = self._state, schema.parse(state)
-        with pretrained.unmarked(self.model):  # scripts of diffusers take the saved config too when they resume
+        with pretrained.unmarked(self.model):  # scripts of diffusers also load the saved config when they resume
             schema.restore(own, schema.match(parsed, self.state_dict(), own.ranges, self.controllers))
         self.trained_by = list(parsed["trained_by"])
         own.turn = stages.turn(own, self.controllers, self.settings.interval)
 
 
 def _new_state(survey: Survey, settings: Settings, controllers: Sequence[Controller]) -> State:
-    """Make the state of a hook on the device of its model."""
-    # Weights that are offloaded, or not there yet, are on the meta device, where nothing can be computed.
+    """Create the state of a hook on the device of its model."""
+    # Weights that are offloaded or not loaded yet are on the meta device, where nothing can be computed.
     devices = (parameter.device for parameter in survey.model.parameters() if not parameter.is_meta)
     state = State(
         [size_of(attention) for attention in survey.found.values()],

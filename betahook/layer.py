@@ -1,4 +1,7 @@
-"""A hooked attention layer as its user holds it: beta to read and set, statistics, and remarks in words."""
+"""`AttentionLayer`, a hooked layer as users see it: beta to read and set, statistics, and remarks in words.
+
+`Hook` makes one per attention module and keeps them in `Layers`; reports and checks read them.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,20 @@ from betahook.state.ranges import HeadRange
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, set_beta
 
 NAMED = 4
-"""Most layers that an error names; it counts the others."""
+"""Number of layers that an error names at most; it counts the others."""
 
 
 class AttentionLayer:
     """One attention layer of a hooked model.
 
     Attributes:
-        name: as in `model.named_modules()`, without what wrappers add to that.
+        name: as in `model.named_modules()`, without the parts that wrappers add.
         module: the attention module.
         heads: number of query heads.
         head_dim: d_k.
     """
 
-    __slots__ = ("_attention", "_head_range", "_state", "head_dim", "heads", "module", "name")  # a typo is refused
+    __slots__ = ("_attention", "_head_range", "_state", "head_dim", "heads", "module", "name")  # misspelt ones raise
 
     def __init__(self, name: str, attention: AttentionModule, state: State, head_range: HeadRange) -> None:
         self.name = name
@@ -53,26 +56,26 @@ class AttentionLayer:
 
     @property
     def beta_default(self) -> float:
-        """The inverse temperature that the model itself applies, a number like `beta`; NaN before the first forward."""
+        """The model's own inverse temperature, averaged over heads as `beta` is; NaN before the first forward pass."""
         return float(self._state.layers.geometric_mean(self._state.beta_default)[self._head_range.layer])
 
     @property
     def head_beta_default(self) -> Tensor:
-        """The inverse temperature that the model itself applies to each head, `[heads]`, float32 on the CPU."""
+        """The model's own inverse temperature for each head, `[heads]`, float32 on the CPU."""
         return self._state.beta_default[self._head_range.heads].to("cpu", copy=True)
 
     @property
     def beta(self) -> float:
-        """The inverse temperature; the geometric mean where the heads differ. Assign a number to set it.
+        """The inverse temperature, or its geometric mean if heads differ. Assign a number to set it.
 
-        A number is that of all heads, even if the model's own differ. NaN before the first forward if none was set: the
-        model's own is known only then. After `detach` it keeps its last value, without effect.
+        The number applies to all heads, even if the model's own values differ. Before the first forward pass, which
+        shows the model's own, it is NaN if none was set. After `detach` it keeps its last value but has no effect.
 
         Raises:
-            ValueError: on setting: it is not positive and finite, or not a single number.
-            TypeError: on setting: it is not a number.
-            RuntimeError: on setting: the hook is detached; or the layer scales its scores itself and was not seen yet,
-                or is left alone, and this is not the model's own.
+            ValueError: on assignment: the value is not positive and finite, or not a single number.
+            TypeError: on assignment: the value is not a number.
+            RuntimeError: on assignment: the hook is detached; the layer scales its scores itself and no forward pass
+                has reached it; or the layer is left alone and the value is not the model's own.
         """
         return float(self._state.layers.geometric_mean(self._state.current_beta)[self._head_range.layer])
 
@@ -88,10 +91,10 @@ class AttentionLayer:
 
     @property
     def head_beta(self) -> Tensor:
-        """The inverse temperature of each head, `[heads]`, float32 on the CPU. To set it, assign a tensor of all heads.
+        """The inverse temperature of each head, `[heads]`, float32 on the CPU. Assign such a tensor to set it.
 
-        It is a copy: `layer.head_beta[0] = 2.0` changes nothing. Setting it raises what setting `beta` does; a
-        ValueError for another shape.
+        The result is a copy: `layer.head_beta[0] = 2.0` changes nothing. Assignment raises the same errors as for
+        `beta`, and a ValueError for another shape.
         """
         return self._state.current_beta[self._head_range.heads].cpu()
 
@@ -111,18 +114,18 @@ class AttentionLayer:
 
     @property
     def statistics(self) -> Statistics:
-        """Statistics of all forwards since the sums were last pooled, over all heads; scalar tensors.
+        """Statistics of all forward passes since the sums were last pooled, over all heads, as scalar tensors.
 
-        They are pooled by a `hook.step()` after which a controller is due, and every `interval` steps, in which each
-        layer has one turn, see `betahook.attach`. Until a forward is measured again they are those of the last pooling,
-        count included. The sensitivity is that of the backwards since the last step, or of the pooling if there were
-        none. What is not pooled yet is of this rank alone: its batches and, under tensor parallelism, its heads.
+        `hook.step()` pools the sums when a controller is due, and every `interval` steps, in which each layer is
+        measured once, see `betahook.attach`. Until another forward pass is measured, these are the statistics of the
+        last pooling, count included. The sensitivity covers the backward passes since the last step, or that pooling if
+        there were none. Before pooling, only this rank counts: its batches and, if tensor-parallel, its heads.
         """
         return self._groups.observe(*self._state.latest_of(self._head_range))[0]
 
     @property
     def head_statistics(self) -> Statistics:
-        """The same for each head; tensors `[heads]`."""
+        """The same statistics for each head, as tensors `[heads]`."""
         return self._groups.by_head().observe(*self._state.latest_of(self._head_range))
 
     @property
@@ -131,12 +134,12 @@ class AttentionLayer:
 
     @property
     def weight_std_q(self) -> float:
-        """Population standard deviation of the entries of W_q as it acts now; NaN where it is out of reach."""
+        """Population std of the entries of the current W_q, adapters included; NaN if it cannot be read."""
         return float(self._weight_std.query[self._head_range.layer])
 
     @property
     def weight_std_k(self) -> float:
-        """Population standard deviation of the entries of W_k as it acts now; NaN where it is out of reach."""
+        """Population std of the entries of the current W_k, adapters included; NaN if it cannot be read."""
         return float(self._weight_std.key[self._head_range.layer])
 
     @property
@@ -146,17 +149,17 @@ class AttentionLayer:
 
     @property
     def projections(self) -> Pair | None:
-        """W_q and W_k as they are now; None where they have no known form."""
+        """The current W_q and W_k; None if they could not be located."""
         return self._attention.projections
 
     @property
     def refusal(self) -> str | None:
-        """The reason why betahook leaves the layer alone, here or on any rank; None if it does not."""
+        """The reason why betahook leaves the layer alone, on this rank or any other; None if it does not."""
         return refusal_anywhere(self._state, self._head_range)
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks on what is not measured in this layer, or may surprise."""
+        """Remarks on quantities that are not measured in this layer, and on other surprises."""
         remarks = [self._attention.facts.remark] if self._attention.facts.remark else []
         if self.refusal is not None:
             remarks.append(f"left alone, {self.refusal}")
@@ -171,7 +174,7 @@ class AttentionLayer:
 
     @property
     def obstacles(self) -> list[str]:
-        """Reasons in words why the std of W_q or W_k is out of reach now."""
+        """Sentences that explain why the std of W_q or W_k cannot be read now."""
         names: dict[str, list[str]] = {}
         for name, projection in zip(("W_q", "W_k"), self.projections or (), strict=False):
             if projection.obstacle is not None:
@@ -188,7 +191,7 @@ class AttentionLayer:
 
     @contextmanager
     def acting(self, gain: Tensor) -> Iterator[None]:
-        """Let `gain [heads]` act for a while in place of `beta / beta_default`; 1 is the model's own beta."""
+        """Apply `gain [heads]` instead of `beta / beta_default` within a context; 1 is the model's own beta."""
         beta, default = (values[self._head_range.heads] for values in (self._state.beta, self._state.beta_default))
         kept, acts = beta.clone(), self._state.beta_acts
         beta.copy_(torch.where(gain == 1, torch.nan, gain * default))
@@ -201,8 +204,8 @@ class AttentionLayer:
 
     @torch.no_grad()
     def read_weights(self, *, sharded: bool = False) -> None:
-        """Read W_q and W_k as they are now into the state: whole ones, or those `sharded`, which takes all ranks."""
-        if (projections := self.projections) is None:  # any more
+        """Update the state from the current W_q and W_k, or with `sharded` from sharded ones only, on all ranks."""
+        if (projections := self.projections) is None:  # no longer located
             self._state.weights[:, self._head_range.heads].zero_()
         for side, projection in enumerate(projections or ()):
             if projection.is_sharded is not sharded:
@@ -212,14 +215,14 @@ class AttentionLayer:
                 sums.zero_()
                 continue
             by_head = weights.entry_sums(projection.entries)
-            # Grouped query heads share the W_k of one key head.
+            # In grouped-query attention, several query heads share the W_k of one key head.
             sums.copy_(by_head.repeat_interleave(self.heads // by_head.shape[1], 1))
 
     @torch.no_grad()
     def spectral_ratio(self) -> Tensor:
-        """Return the larger `theory.spectral_ratio` of W_q and W_k, a scalar; NaN where they are out of reach.
+        """Return the larger `theory.spectral_ratio` of W_q and W_k, a scalar; NaN if they cannot be read.
 
-        Every rank must call this, to gather what is sharded.
+        Every rank must call this, since sharded weights are gathered.
         """
         projections = self.projections
         if projections is None or any(projection.obstacle for projection in projections):
@@ -229,23 +232,23 @@ class AttentionLayer:
 
 
 def query_projection(layer: AttentionLayer) -> Projection | None:
-    """W_q of a layer as it is now, also where W_k has no known form; None where it has none itself."""
+    """Return the current W_q of a layer even if W_k could not be located; None if W_q could not."""
     return layer._attention.query_projection
 
 
 def gain_lost_by(layer: AttentionLayer) -> float:
-    """`beta / beta_default` that acted until a layer was left alone; 1 if that was the model's own."""
+    """Return the `beta / beta_default` that acted until a layer was left alone; 1 if that was the model's own beta."""
     return lost_gain(layer._state, layer._head_range)
 
 
 def has_one_key(layer: AttentionLayer) -> bool:
-    """True if each row had but one key in the last pooling that measured a layer."""
+    """Return True if each row had only one key in the last pooling that measured the layer."""
     pairs, flat = (layer._state.recent[ROW[name], layer._head_range.heads] for name in ("pairs", "flat_entropy"))
     return bool(((pairs > 0) & (flat == 0)).all())
 
 
 def size_of(attention: AttentionModule) -> LayerSize:
-    """Return the sizes of an attention module; widths are NaN where its projections are of no known form."""
+    """Return the sizes of an attention module; the widths are NaN if its projections could not be located."""
     widths = (float(projection.width) for projection in attention.projections or ())
     return LayerSize(attention.heads, attention.head_dim, *widths)
 
@@ -271,7 +274,7 @@ class Layers(Mapping[str, AttentionLayer]):
         return iter(self._layers)
 
     def keys(self) -> KeysView[str]:
-        """Return the names, which are shown as such."""
+        """Return the names as a view whose repr shows only them."""
         return self._layers.keys()
 
     def __len__(self) -> int:
@@ -279,32 +282,29 @@ class Layers(Mapping[str, AttentionLayer]):
 
     @property
     def are_adapted(self) -> bool:
-        """True if any beta is another than the model's own, or was until it was lost. Reads the device back."""
+        """True if any beta differs from the model's own, or did until its layer was left alone. Synchronises."""
         return any(bool((layer.current_gain != 1).any()) or gain_lost_by(layer) != 1 for layer in self.values())
 
     @property
     def use_interface(self) -> bool:
-        """True if any layer asks transformers for its attention function."""
+        """True if any layer uses the attention interface of transformers."""
         return any(layer._attention.route == "interface" for layer in self.values())
 
     @property
     def replaced(self) -> set[str]:
-        """The names of layers whose class asked transformers for its attention at `attach`, and no longer does."""
+        """Names of layers whose class used the attention interface of transformers at `attach` and no longer does."""
         names = functools.cache(names_used)
         asked = {name: layer.module for name, layer in self.items() if layer._attention.route == "interface"}
         return {name for name, module in asked.items() if classify(module, names).route != "interface"}
 
     def spectral_ratio(self) -> Tensor:
-        """Return the largest of all layers, or of those not frozen, if any; NaN where one is. Every rank must call."""
+        """Return the largest ratio of the layers not frozen, or else of all; NaN if any is. Every rank must call."""
         trained = [layer for layer in self.values() if not layer._attention.is_frozen]
         ratios = [layer.spectral_ratio() for layer in trained or self.values()]
         return torch.stack([ratio.to(ratios[0]) for ratio in ratios]).max()
 
     def read_weights(self, which: range | None = None, *, sharded: bool = False) -> None:
-        """Read W_q and W_k of all layers, or of those with an index in `which`; see `AttentionLayer.read_weights`.
-
-        A model on the meta device has none: what the state says of them stays.
-        """
+        """Read W_q and W_k of all layers, or of those with an index in `which`; do nothing for a model on meta."""
         parameters = (parameter for layer in self.values() for parameter in layer.module.parameters())
         if self._are_read or all(parameter.is_meta for parameter in parameters):
             return
@@ -314,7 +314,7 @@ class Layers(Mapping[str, AttentionLayer]):
 
     @contextmanager
     def reading_once(self) -> Iterator[None]:
-        """Read W_q and W_k now and not again for a while, in which several reports are made of one step."""
+        """Read W_q and W_k now and not again within a context, for several reports on one step."""
         self.read_weights()
         self._are_read = True
         try:
@@ -324,7 +324,7 @@ class Layers(Mapping[str, AttentionLayer]):
 
 
 def _check_new(layer: AttentionLayer, new: Tensor, given: object) -> None:
-    """Refuse a beta that cannot be one, or that the layer cannot take."""
+    """Refuse a value that is not a valid beta, or that the layer cannot take now."""
     if layer._state.is_detached:
         raise RuntimeError(f"beta of {layer.name!r} cannot be set, its hook is detached: attach to the model again")
     if layer.refusal is not None and bool((new != layer.head_beta_default).any()):

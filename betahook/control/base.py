@@ -1,8 +1,8 @@
 """The interface of a controller, and `apply`, with which a hook runs its controllers.
 
-A unit is a layer, or a head with `per_head=True`; tensors have the shape `[units]` unless said otherwise. Nothing here
-or in a controller may read a tensor back to the host. Statistics arrive pooled over ranks, so that all ranks compute
-the same beta.
+A unit is whatever has a beta of its own: a layer, or a head with `per_head=True`. Tensors have the shape `[units]`
+unless stated otherwise. Nothing here or in a controller may read a tensor back to the host. Statistics arrive pooled
+over ranks, so all ranks compute the same beta.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from betahook.control.notes import Note
 from betahook.measure.statistics import Statistics
 
 DECADES = 3.0
-"""Beta stays within so many decades of the model's own."""
+"""Controllers keep beta within this many decades of the model's own."""
 
 Memory: TypeAlias = dict[str, Tensor]
-"""Memory of a controller between steps: tensors `[units]` by name; empty before its first update."""
+"""The memory of a controller between steps: tensors `[units]` by name; empty before its first update."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Measurements of one step, for controllers.
+    """Measurements of one step, as controllers receive them.
 
     Attributes:
         beta_default: the model's own inverse temperature, `[units]`, float32.
-        statistics: of the batches since the last update, or of the last measured ones if none of these was measured.
-            The sensitivity is the mean over the batches in which it was finite. The std of W_q and W_k is not in it.
-            Where the heads of a unit have different betas, those of a query times the beta of its head over that of the
-            unit, so that the beta of the unit times a score is the logit.
-        predicted_std: returns the standard deviation of these scores that W_q and W_k predict, `[units]`, NaN where
-            they were not found. A function, since it reads them all.
+        statistics: statistics of the batches since the last update or, if none of these was measured, of the last
+            measured ones. The sensitivity is the mean over the batches in which it was finite. The std of W_q and W_k
+            is not included. If the heads of a unit have different betas, each head's query is first multiplied by the
+            ratio of its beta to the unit's, so that the unit's beta times a score is the logit.
+        predicted_std: returns the std of these scores as predicted from W_q and W_k, `[units]`; NaN where these were
+            not found. It is a function because it has to read all these weights.
         overflow: the largest logit whose exponential is finite in the dtype of the softmax.
-        step: number of batches before this one, skipped optimizer steps not counted.
-        spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was
-            not found, by no rank; frozen layers count only if all are. In the first batch as they were before its
-            update, where an optimizer of torch made it. A function, since it takes a score of products with each of
-            them; every rank must call it.
-        loss: returns, as a scalar, the training loss of this step, the mean over its forwards and all ranks; the sum
-            over forwards that are told `num_items_in_batch`, each of which returns a share of it. NaN where there was
-            none, and after the batches for which a controller wants it.
-        has_loss: returns, as a scalar, if this step had a loss, on any rank; it may be NaN itself.
-        batches: number of batches since the last update, this one included, skipped optimizer steps not counted.
+        step: number of batches before this one, not counting skipped optimizer steps.
+        spectral_ratio: returns the largest `theory.spectral_ratio` of all W_q and W_k, a scalar; NaN if no rank found
+            them all. Frozen layers count only if all layers are frozen. In the first batch, it describes the weights
+            before the optimizer's update if a torch optimizer made it. It is a function because it takes some twenty
+            matrix-vector products with each weight; every rank must call it.
+        loss: returns the training loss of this step, a scalar: the mean over its forward passes and all ranks, or the
+            sum over forward passes that receive `num_items_in_batch` and so return a share of it. NaN if there was no
+            loss, and after the batches in which a controller wants it.
+        has_loss: returns whether this step had a loss on any rank, a boolean scalar; the loss itself may be NaN.
+        batches: number of batches since the last update, including this one, not counting skipped optimizer steps.
     """
 
     beta_default: Tensor
@@ -65,21 +65,21 @@ class Observation:
 
 
 class Controller(ABC):
-    """A rule for beta: options, and a function from what was observed to the next beta.
+    """A rule for beta: its options, and a function from an observation to the next beta.
 
     A subclass is a dataclass, plain or frozen, whose fields are its options: numbers, strings, booleans, None, or lists
-    of them, so that a checkpoint can name them. What it remembers is passed in and out of `update`, never kept on the
-    object: one object may serve several hooks.
+    of these, so that a checkpoint can record them. Its memory is passed in and out of `update` and never kept on the
+    object, since one object may serve several hooks.
 
     Attributes:
-        uses_loss: True for a controller that is judged by the training loss. The loss is then recorded, and `update`
-            runs also where an observation is not finite: a beta that breaks the training is a bad one.
-        needs_every_step: True for a rule that goes by the scores of every step, such as a limit on them: `attach`
+        uses_loss: True for a controller that judges beta by the training loss. The loss is then recorded, and `update`
+            also runs if an observation is not finite, since a beta that breaks the training is a bad one.
+        needs_every_step: True for a rule that needs the scores of every step, such as a limit on them: `attach`
             without an `interval` then measures every layer in every step.
-        exact_max_logit: True for a rule that limits the largest score or logit: it is then that of all pairs, see
+        exact_max_logit: True for a rule that limits the largest score or logit, which is then taken over all pairs, see
             `attach`.
-        moves_beta: False for a rule that leaves beta where it is and has no memory. A hook none of whose rules moves
-            beta calls no `update`.
+        moves_beta: False for a rule that never moves beta and has no memory. If no rule of a hook moves beta, the hook
+            never calls `update`.
     """
 
     exact_max_logit: ClassVar[bool] = False
@@ -92,12 +92,12 @@ class Controller(ABC):
         return written(type(self).__name__, {name: getattr(self, name) for name in names}, type(self))
 
     def start(self, beta: Tensor) -> Memory:
-        """Make the memory for the first update, tensors `[units]` under every name that `update` returns.
+        """Create the memory for the first update: a tensor `[units]` under every name that `update` returns.
 
-        A checkpoint holds float32, float64, int64 and bool, under names without a `/`.
+        A checkpoint can hold the dtypes float32, float64, int64 and bool, and names without a `/`.
 
         Args:
-            beta: `[units]`, in the dtype and on the device that `update` gets it.
+            beta: `[units]`, with the dtype and device that `update` receives it in.
         """
         return {}
 
@@ -109,41 +109,41 @@ class Controller(ABC):
         controller has `uses_loss`.
 
         Args:
-            beta: `[units]`, as the controllers before this one in the list left it. Not to be changed in place.
+            beta: `[units]`, as left by the controllers before this one in the list. It must not be changed in place.
             observation: what was measured.
             state: the memory, as `start` or the last update returned it. Its tensors must not be changed in place.
 
         Returns:
-            Beta, `[units]`, which stays where this is NaN, infinite or not positive; and the memory.
+            The new beta, `[units]`, and the new memory. Where it is NaN, infinite or not positive, beta stays.
         """
 
     def is_due(self, step: int) -> bool:
-        """Tell if an update is needed after a batch.
+        """Return whether an update is needed after a batch.
 
-        All controllers of a hook are updated where one is due, after the first batch, and after every `interval`
-        batches: a rule with windows of its own counts the batches. In between a step does next to nothing, and several
-        processes exchange nothing. A rule with `uses_loss` is due after every batch.
+        All controllers of a hook are updated together: when any of them is due, after the first batch, and after every
+        `interval` batches. A rule with windows of its own must therefore count batches. All other steps do almost
+        nothing, and ranks do not communicate. A rule with `uses_loss` is due after every batch.
 
         Args:
-            step: number of batches before this one, the `step` of the observation that the update would get.
+            step: number of batches before this one, the `step` of the observation that the update would receive.
         """
         return True
 
     @property
     def opening_batches(self) -> int:
-        """Number of batches from the first one in which every layer is measured, whatever the `interval`."""
+        """Number of batches at the start in which every layer is measured, whatever the `interval`."""
         return 0
 
     @property
     def loss_batches(self) -> int:
-        """Number of batches from the first one in which the training loss is recorded where there is one.
+        """Number of batches at the start in which the training loss is recorded, if there is one.
 
-        For a controller that gets along without it, unlike one with `uses_loss`.
+        For a controller that can do without the loss, unlike one with `uses_loss`.
         """
         return 0
 
     def is_in_transition(self, state: Memory) -> bool:
-        """Tell if beta is on its way somewhere, so that training that ends now ends too early; reads the device.
+        """Return whether beta is still on its way, so that training should not end now. Synchronises with the device.
 
         Args:
             state: the memory that the last update returned; empty before the first.
@@ -151,45 +151,44 @@ class Controller(ABC):
         return False
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
-        """Say what the last update did and why, one note for each beta; it may read the device.
+        """Explain what the last update did and why, in one note per beta. May synchronise with the device.
 
         Args:
-            beta: `[units]`, as it is now.
-            observation: that of the last update.
-            state: the memory that it returned.
+            beta: `[units]`, the current beta.
+            observation: the observation of the last update.
+            state: the memory that the last update returned.
 
         Returns:
-            A `Note` for each unit; none at all from a controller that has nothing to say.
+            A `Note` for each unit, or no notes at all if there is nothing to say.
         """
         return ()
 
     @classmethod
     def migrate(cls, state: Memory) -> Memory:
-        """Convert a memory `state` that an older version wrote; one of this version is returned as it is."""
+        """Convert a memory `state` that an older version wrote; return one of this version unchanged."""
         return state
 
 
 def apply(
     controllers: Sequence[Controller], beta: Tensor, observation: Observation, memories: Sequence[Memory]
 ) -> tuple[Tensor, list[Memory]]:
-    """Run controllers in order; a unit keeps beta and memory where anything is not finite, or was never measured.
+    """Run the controllers in order, and return the new beta and the new memories.
 
-    It also keeps them where each row has but one key.
+    A unit keeps its beta and memory if anything in its observation is not finite, if it was never measured, or if each
+    row has only one key. A controller that judges by the loss runs all the same, since to it a beta at which nothing is
+    finite is a bad trial, but it too leaves beta alone if each row has only one key.
 
-    Controllers judged by the loss run all the same, since to them a beta at which nothing is finite is a bad trial;
-    but they, too, keep beta where each row has one key.
-
-    They compute in the precision of the statistics, float64 where the device has it. Wherever they move beta, it stays
-    within `DECADES` of the model's own, and is returned in its dtype. The memory of a controller is empty before its
-    first update.
+    Controllers compute in the dtype of the statistics, float64 if the device has it. Where they move beta, the result
+    is clamped to within `DECADES` of the model's own, and returned in the dtype of `beta`. The memory of a controller
+    is empty before its first update.
 
     Raises:
-        TypeError: a controller returned something else than beta and memory, or a memory that no checkpoint holds.
-        ValueError: an update returned a memory with other names than `start`, or a name is none for a checkpoint.
+        TypeError: a controller did not return beta and memory, or returned a memory that a checkpoint cannot hold.
+        ValueError: an update returned a memory with other names than `start`, or a checkpoint cannot hold a name.
     """
-    # `logical_and` takes numbers, in one operation. Where rows have one key `flat_entropy` is 0: beta does
-    # nothing there, and the sensitivity is rounding.
-    known = observation.beta_default < torch.inf  # not NaN either; `isfinite` is four operations
+    # `logical_and` accepts numbers, which saves an operation. `flat_entropy` is 0 where each row has one key: beta has
+    # no effect there, and the sensitivity is rounding noise.
+    known = observation.beta_default < torch.inf  # False for NaN too; `isfinite` takes four operations
     matters = known.logical_and(observation.statistics.flat_entropy)
     healthy = matters & observation.statistics.finite.logical_and(observation.statistics.count)
     start = new = beta.to(observation.statistics.sensitivity.dtype)
@@ -197,12 +196,12 @@ def apply(
     for controller, memory in zip(controllers, memories, strict=True):
         before = memory or started(controller, start)
         proposed, made = _checked(controller, controller.update(new, observation, dict(before)), new, before)
-        # Where a controller returns no usable beta, that of the one before stands.
+        # Where a controller returns no usable beta, the one that it was given stands.
         if proposed is not new:
             usable = (proposed * 0 < proposed) & (matters if controller.uses_loss else healthy)  # finite and positive
             new = torch.where(usable, proposed, new)
         after.append(made if controller.uses_loss else _choose(healthy, made, before))
-    if new is start:  # nothing moves beta, as in monitoring
+    if new is start:  # no controller moves beta, as in monitoring
         return beta, after
     limit = 10**DECADES
     bounded = new.clamp(observation.beta_default / limit, observation.beta_default * limit)
@@ -210,7 +209,7 @@ def apply(
 
 
 def _checked(controller: Controller, answer: object, beta: Tensor, before: Memory) -> tuple[Tensor, Memory]:
-    """Return what an update returned, if it is a beta for each unit and a memory as before."""
+    """Return the result of an update, after checking that it is a beta for each unit and a memory like `before`."""
     if not isinstance(answer, tuple) or len(answer) != 2:
         got = f"a tuple of {len(answer)}" if isinstance(answer, tuple) else type(answer).__name__
         raise TypeError(f"update() of {controller} must return beta and the memory, (beta, state); got {got}")
@@ -230,7 +229,7 @@ def _checked(controller: Controller, answer: object, beta: Tensor, before: Memor
 
 
 def _choose(where: Tensor, new: Memory, old: Memory) -> Memory:
-    """Return a memory that is `new` in some units, and `old` in the others."""
+    """Return a memory with the values of `new` for the units in `where`, and of `old` for the others."""
     if len({value.dtype for value in (*new.values(), *old.values())}) != 1:
         return {name: torch.where(where, new[name], old[name]) for name in old}
     # All names at once: on an accelerator each operation costs the same, whatever its size.
@@ -239,36 +238,37 @@ def _choose(where: Tensor, new: Memory, old: Memory) -> Memory:
 
 
 def at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:
-    """Tell where beta is as far from the model's own as `apply` lets it go, up to rounding; boolean, as `beta`."""
+    """Return where beta is as far from the model's own as `apply` allows, up to rounding; boolean, shaped as `beta`."""
     return (beta / beta_default).log10().abs() >= DECADES - 1e-4
 
 
 def ceiling(logit: float | Tensor, score: Tensor) -> Tensor:
-    """Beta at which the largest `score` makes `logit`; infinite where no score was measured."""
+    """Return the beta at which the largest `score` gives `logit`; infinite where no score was measured."""
     return (logit / score).nan_to_num(nan=torch.inf)
 
 
 def is_at(logit: float | Tensor, beta: Tensor, score: Tensor) -> Tensor:
-    """Tell where the largest `score` makes `logit`, or more, up to rounding; boolean, as `beta`."""
+    """Return where the largest `score` gives at least `logit`, up to rounding; boolean, shaped as `beta`."""
     return beta * score >= logit * (1 - 1e-4)
 
 
 def options(controller: Controller) -> dict[str, Any]:
-    """The options of a controller by name, as JSON returns them: tuples are lists."""
+    """Return the options of a controller by name, as they come back from JSON: tuples are lists."""
     every = fields(controller)  # type: ignore[arg-type]  # subclasses are dataclasses
     return {field.name: _as_list(getattr(controller, field.name)) for field in every}
 
 
 def defaults(kind: type[Controller]) -> dict[str, Any]:
-    """The defaults of the options of a controller by name, as JSON returns them: tuples are lists."""
+    """Return the defaults of a controller's options by name, as they come back from JSON: tuples are lists."""
     every = fields(kind)  # type: ignore[arg-type]  # subclasses are dataclasses
     return {field.name: _as_list(field.default) for field in every if field.default is not MISSING}
 
 
 def written(name: str, options: Mapping[str, object], kind: type[Controller] | None = None) -> str:
-    """Write a controller as it is made, without the options that are its defaults.
+    """Format a controller as its constructor call, without options that have their default value.
 
-    Its class is `kind`; by default the one of this name, if there is one.
+    Its class is `kind`, by default the subclass of `Controller` with this name, if there is one. For example,
+    `written("Cap", {"threshold": 30.0})` returns `"Cap(threshold=30.0)"`.
     """
     kind = kind or next((each for each in Controller.__subclasses__() if each.__qualname__ == name), None)
     usual = {} if kind is None else defaults(kind)
@@ -277,11 +277,11 @@ def written(name: str, options: Mapping[str, object], kind: type[Controller] | N
 
 
 def check_controller(controller: Controller) -> None:
-    """Refuse a controller whose options a checkpoint could not name, or hide a method.
+    """Refuse a controller whose options could not be saved in a checkpoint, or hide a method.
 
     Raises:
-        TypeError: its class is not decorated with `@dataclass`, or an option is nothing that JSON can hold, or is
-            called as a method of `Controller`.
+        TypeError: its class is not decorated with `@dataclass`, or JSON cannot hold an option, or an option has the
+            name of a method of `Controller`.
     """
     name = type(controller).__name__
     if "__dataclass_fields__" not in vars(type(controller)):
@@ -304,9 +304,9 @@ def check_controller(controller: Controller) -> None:
 
 
 def require(owner: object, option: str, accepts: Callable[[Any], bool], expected: str) -> None:
-    """Refuse the value of an option, of a controller say, that is not accepted, or of a type that cannot be judged.
+    """Raise a ValueError unless `accepts` returns True for the value of an option, e.g. of a controller.
 
-    A number of numpy becomes plain, for JSON to hold it.
+    A TypeError in `accepts` counts as a refusal. A numpy number is replaced by a plain one, which JSON can hold.
     """
     value: Any = getattr(owner, option)
     if isinstance(value, Real) and hasattr(value, "item"):
@@ -320,12 +320,12 @@ def require(owner: object, option: str, accepts: Callable[[Any], bool], expected
 
 
 def is_positive(value: object) -> bool:
-    """Accept positive numbers; True is none."""
+    """Return whether a value is a positive number; True does not count as one."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def at_least(least: int) -> Callable[[Any], bool]:
-    """Accept whole numbers from `least` on."""
+    """Return a predicate for whole numbers of at least `least`."""
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -334,7 +334,7 @@ def _as_list(value: object) -> object:
 
 
 def is_json(value: object) -> bool:
-    """Tell if JSON can hold the value of an option: a finite number, a string, True, False, None or a list of them."""
+    """Return whether JSON can hold an option: a finite number, a string, True, False, None or a list of these."""
     if isinstance(value, list):
         return all(map(is_json, value))
     return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))

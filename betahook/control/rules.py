@@ -18,7 +18,7 @@ from betahook.control.notes import Note, downhill
 from betahook.measure.statistics import Statistics
 
 MARGIN = 1e-5
-"""Share of its threshold by which `Clip` stays below it, so that rounding takes no logit above."""
+"""Relative margin by which `Clip` stays below its threshold, so that rounding takes no logit above it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,16 +38,17 @@ class Monitor(Controller):
 class Variance(Controller):
     """Let beta follow `target / std`, so that the logits keep a standard deviation of `target`.
 
-    The paper's first algorithm: beta is the reciprocal of the standard deviation of the scores, measured, or predicted
-    from W_q and W_k. The smoothing, in log beta, is ours.
+    The paper's first algorithm: beta is the reciprocal of the standard deviation of the scores, either measured or
+    predicted from W_q and W_k. The smoothing, in log beta, is ours.
 
     Args:
-        target: standard deviation that the logits shall have.
-        source: "measured", the scores themselves; or "weights", the prediction from W_q, W_k and their input.
-        smoothing: share of the old log beta in the new one, from 0 to below 1.
+        target: desired standard deviation of the logits.
+        source: "measured" for the std of the scores themselves, "weights" for its prediction from W_q, W_k and their
+            input.
+        smoothing: weight of the old log beta in the new one, from 0 to below 1.
 
     Raises:
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has an invalid value.
     """
 
     needs_every_step: ClassVar[bool] = True
@@ -79,11 +80,11 @@ class Gradient(Controller):
     """Adam on log beta, driven by the sensitivity `dL/d log beta`. Ours; the optimiser is Kingma and Ba's.
 
     Args:
-        learning_rate: step of Adam in log beta.
-        betas: decay of Adam's two averages.
+        learning_rate: Adam's learning rate, in log beta.
+        betas: decay rates of Adam's two running averages.
 
     Raises:
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has an invalid value.
     """
 
     learning_rate: float = 0.02
@@ -106,7 +107,7 @@ class Gradient(Controller):
         square = torch.lerp(sensitivity.square(), state["square"], decay_square)
         corrected = mean / (1 - decay**steps)
         scale = (square / (1 - decay_square**steps)).sqrt()
-        # Scale-free, so no epsilon: without any sensitivity the step is 0 and not 0 / 0.
+        # Scale-free, hence without an epsilon: if there was never a sensitivity, the step is 0 rather than 0 / 0.
         step = -self.learning_rate * (corrected / scale).nan_to_num(nan=0.0)
         return beta * step.exp(), {"steps": steps, "mean": mean, "square": square}
 
@@ -118,14 +119,14 @@ class Gradient(Controller):
 class Cap(Controller):
     """Keep `beta <= threshold / max|score|`, the largest score of the last measured step.
 
-    The remedy against attention-logit growth that QK-clip applies to the weights (Kimi K2, 2025), applied to beta. The
-    maximum is that of all pairs.
+    QK-clip (Kimi K2, 2025) limits the growth of attention logits in the same way, but scales the weights instead of
+    beta. The maximum is taken over all pairs.
 
     Args:
-        threshold: largest absolute logit; 100 is that of QK-clip. A healthy layer may need 70.
+        threshold: largest absolute logit allowed; QK-clip uses 100. A healthy layer may need 70.
 
     Raises:
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has an invalid value.
     """
 
     needs_every_step: ClassVar[bool] = True
@@ -146,20 +147,21 @@ class Cap(Controller):
 
 @dataclass(frozen=True, repr=False)
 class Clip(Controller):
-    """Scale the weights of each head whose largest logit exceeds a threshold down to the threshold; beta stays.
+    """Scale down the weights of each head whose largest logit exceeds a threshold; beta stays.
 
-    QK-clip, as Kimi K2 was trained with (MuonClip, 2025), for any model and any optimizer. It acts after the other
-    controllers, whatever their place in the list, on single heads, also where a layer has one beta. The largest logit
-    is that of all pairs of the step, before biases and soft caps, on the inputs that the layer had.
+    This is QK-clip, with which Kimi K2 was trained (MuonClip, 2025), for any model and any optimizer. It acts on single
+    heads, even if a layer has one beta, and after the other controllers, whatever its place in the list. The largest
+    logit is taken over all pairs of the step, before biases and soft caps, for the inputs that the layer had. The
+    scaling takes it down to the threshold.
 
     The state of the optimizer is left alone, as in MuonClip.
 
     Args:
-        threshold: largest absolute logit; 100 is that of Kimi K2. A healthy layer may need 70.
-        log_only: count the steps in which each head would have been clipped, the metric `clips`, and change nothing.
+        threshold: largest absolute logit allowed; Kimi K2 used 100. A healthy layer may need 70.
+        log_only: only count the steps in which each head would have been clipped (the metric `clips`).
 
     Raises:
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has an invalid value.
     """
 
     moves_beta: ClassVar[bool] = False
@@ -183,11 +185,11 @@ class Clip(Controller):
         return [Note(reason=reason) if each else Note() for each in exceeds]
 
     def factor(self, beta: Tensor, statistics: Statistics) -> Tensor:
-        """Factor on the scores of each head, 1 where no logit exceeds the threshold.
+        """Return the factor on the scores of each head, 1 where no logit exceeds the threshold.
 
         Args:
             beta: `[heads]`, float32.
-            statistics: of the step, by head.
+            statistics: those of the step, for each head.
         """
         logit = beta * statistics.max_score
         clipped = (1 - MARGIN) * self.threshold / logit

@@ -1,4 +1,7 @@
-"""The default controller, put together from `opening`, `sign_search` and a limit on increases."""
+"""`Search`, the default controller, put together from `opening`, `sign_search` and a limit on increases of beta.
+
+`betahook.control.base.apply` runs it; only `explain` and `is_in_transition` read tensors back to the host.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ WORDS = {
     Phase.PLATEAU: "beta is very low while W_q and W_k have not begun to learn",
     Phase.CLIMB: "beta rises whatever the sensitivity",
 }
-"""Reasons of the phases before the search."""
+"""Explanations of the phases before the search."""
 WITHOUT_GRADIENT = "no gradient reaches beta: a frozen layer, rows of one key, or no backward() before hook.step()"
 
 COURSE = tuple(field.name for field in fields(Course) if field.name != "beta")
-"""Names of the attributes of a course that are remembered."""
+"""Names of the attributes of a `Course` that are kept in the memory."""
 
 _Part = TypeVar("_Part", Opening, SignSearch)
 
@@ -45,42 +48,44 @@ _Part = TypeVar("_Part", Opening, SignSearch)
 class Search(Controller):
     """Descend on log beta by the sign of the sensitivity `dL/d log beta`, summed over a window of batches.
 
-    The step halves when the sign turns and grows while it persists (Rprop's rule; Riedmiller and Braun, 1993), so that
-    the search widens again when the optimum drifts. The paper's second algorithm, which tries `beta = 10^N` and bisects
-    over whole training runs, gave it the halving and the overflow bound. A fresh model, one whose W_q and W_k are
+    The step halves when the sign changes and grows while it persists (Rprop's rule; Riedmiller and Braun, 1993), so the
+    search widens again when the optimum drifts. The halving and the overflow bound come from the paper's second
+    algorithm, which tries `beta = 10^N` and bisects over whole training runs. A fresh model, one whose W_q and W_k are
     random before the first update, begins with an opening of our own: see the table in `betahook.control.opening`.
-    Frozen layers do not count there, unless all are frozen.
+    Frozen layers do not count there, unless all layers are frozen.
 
-    No step takes the largest logit of the rows looked at (32 of a long sequence; all with `exact_max_logit=True`) above
-    the paper's bound, the logarithm of the largest number of the softmax's dtype, or above half of it in a model that
-    was fresh: further apart than the bound, the smaller of two weights underflows, and so does the gradient that could
-    correct attention to the wrong place. Logits that are there already, or grow by themselves, do not lower beta.
+    No step takes the largest logit above the paper's bound, the logarithm of the largest number of the softmax's dtype,
+    or above half of it in a model that was fresh: if two logits are further apart than the bound, the smaller weight
+    underflows, and so does the gradient that could correct attention to the wrong place. The largest logit is that of
+    the rows looked at (32 of a long sequence; all with `exact_max_logit=True`). If logits exceed the bound without a
+    step of beta, beta is not lowered.
 
     Args:
         window: batches between two steps.
-        warmup: batches before the first window, or before the rise of a fresh model. After very few nothing has learned
-            yet, and every fresh model waits as on a plateau.
-        rise: give fresh models the opening; without it they wait for the search as trained ones do.
+        warmup: batches before the first window, or before the rise of a fresh model. If there are very few, nothing
+            has learned by their end, and every fresh model waits as on a plateau.
+        rise: give fresh models the opening; otherwise they wait for the search as trained ones do.
         opening: first step, in decades.
-        growth: factor on the step while the sign persists; 1 keeps it.
+        growth: factor on the step while the sign persists; 1 keeps the step as it is.
         smallest: smallest step, in decades.
         largest: largest step, in decades.
-        fresh_ratio: up to this spectral ratio W_q and W_k pass for random: fresh ones have about 1, what learned soon
-            has more.
-        early_share: share of the warm-up in which W_q and W_k learn only at a very high learning rate.
-        warmup_decades: how far below its own beta a fresh model is in the warm-up.
-        plateau_decades: how far below on a plateau.
-        plateau_batches: how long. After 0 beta climbs from there at once; `plateau_decades=0` too leaves it out.
-        plateau_fall: on a plateau the training loss moves by less than this share of it in the warm-up. Known where
-            the model returns it or `Hook.step(loss=...)` gets it; without it the weights and the scores decide.
-        plateau_growth: on a plateau the standard deviation of no layer's scores grows by this factor in the warm-up.
-        rise_decades: how far above its own beta the rise ends.
-        rise_batches: how long it takes.
-        rise_logit_std: standard deviation at which it holds the logits.
+        fresh_ratio: largest spectral ratio at which W_q and W_k count as random: it is about 1 for fresh weights, and
+            soon larger for weights that have learned.
+        early_share: share of the warm-up, from its start, in which W_q and W_k learn only at a very high learning rate.
+        warmup_decades: decades by which beta of a fresh model is below the model's own in the warm-up.
+        plateau_decades: the same on a plateau.
+        plateau_batches: batches spent there. With 0, beta climbs from there at once; `plateau_decades=0` as well leaves
+            the plateau out.
+        plateau_fall: on a plateau, the training loss changes by less than this share of itself in the warm-up. Without
+            a loss from the model or `Hook.step(loss=...)`, only the weights and the scores decide.
+        plateau_growth: on a plateau, the std of no layer's scores grows by this factor in the warm-up.
+        rise_decades: decades above the model's own beta at which the rise ends.
+        rise_batches: batches that the rise takes.
+        rise_logit_std: std of the logits beyond which the rise does not go.
         fresh_bound: share of the overflow bound that limits the logits of a model that was fresh.
 
     Raises:
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has an invalid value.
     """
 
     window: int = 10
@@ -119,9 +124,9 @@ class Search(Controller):
 
     @classmethod
     def brief(cls) -> Search:
-        """Make the search for training of a few hundred batches, whose opening is brief.
+        """Return a search with a brief opening, for training of a few hundred batches.
 
-        A fresh model keeps its own beta for 30 batches, and is at three times that after 47.
+        A fresh model keeps its own beta for 30 batches, and reaches three times that after 47.
         """
         return cls(warmup_decades=0.0, rise_decades=0.5, rise_batches=17)
 
@@ -147,7 +152,7 @@ class Search(Controller):
         return limit_increase(new, beta, bound, observation), memory
 
     def _search(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
-        """Update units of which all search, with windows that end together."""
+        """Update when all units are in the search phase, with windows that end together."""
         state = {**state, "phase": torch.full_like(state["phase"], Phase.SEARCH)}
         total = torch.add(state["total"], observation.statistics.sensitivity, alpha=observation.batches)
         if not self._ends_window(observation.step):
@@ -160,21 +165,21 @@ class Search(Controller):
         return not self._searches_alone(step) or self._ends_window(step)
 
     def _searches_alone(self, step: int) -> bool:
-        """Tell if the opening of all units is over: what was not finite or not used may delay it, but not for ever."""
+        """Return whether the opening of all units is over, even if they were unused or not finite for a while."""
         return step >= 2 * max(self.opening_batches, self.warmup)
 
     def _ends_window(self, step: int) -> bool:
-        """Tell if a batch is the last one of a window of all units."""
+        """Return whether a batch is the last one of a window that all units share."""
         return (step + 1) % self.window == 0
 
     @property
     def opening_batches(self) -> int:
-        """The longest way through the phases before the search; after it, the search needs the sensitivity alone."""
+        """The longest path through the phases before the search, which itself needs only the sensitivity."""
         return self._opening.batches if self.rise else 0
 
     @property
     def loss_batches(self) -> int:
-        """The warm-up of a fresh model, which tells by the loss if training stands on a plateau."""
+        """The warm-up of a fresh model, at whose end the loss helps to recognise a plateau."""
         return self.warmup + 1 if self.rise else 0
 
     def is_in_transition(self, state: Memory) -> bool:
@@ -196,8 +201,8 @@ class Search(Controller):
         return [_note(self, **dict(zip(columns, row, strict=True))) for row in rows]
 
     def _bound(self, fresh: Tensor, observation: Observation) -> Tensor:
-        """The largest logit that a step up may make."""
-        bound = torch.full_like(fresh, observation.overflow, dtype=torch.float32)  # as in recorded runs
+        """Return the largest logit to which a step up may lead."""
+        bound = torch.full_like(fresh, observation.overflow, dtype=torch.float32)  # float32, as in recorded runs
         return bound.masked_fill(fresh > 0, observation.overflow * self.fresh_bound)
 
     @classmethod
@@ -206,7 +211,7 @@ class Search(Controller):
         state = _from_version_2(state) if "wait" in state else state
         if "phase" not in state or "early" in state:
             return state
-        # Version 0.4 did not look at loss and scores, and 0.6 did not tell the two means of the loss apart.
+        # Version 0.4 looked at neither loss nor scores, and 0.6 did not keep two separate means of the loss.
         zero = torch.zeros_like(state["phase"])
         known = {name: value for name, value in state.items() if name != "fall"}
         return {"early": zero + torch.nan, "late": zero + torch.nan, "spread": zero, **known}
@@ -220,12 +225,12 @@ class Search(Controller):
         return self._part(SignSearch)
 
     def _part(self, kind: type[_Part]) -> _Part:
-        """Make a part with those of the options that it has."""
+        """Create a part from the options that it shares with this controller."""
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
 
 def limit_increase(new: Tensor, old: Tensor, logit: float | Tensor, observation: Observation) -> Tensor:
-    """Keep a step up from taking the largest logit above `logit`; one that is there already does not lower beta."""
+    """Limit an increase of beta so that the largest logit stays within `logit`; if it is above already, keep `old`."""
     return torch.minimum(new, torch.maximum(old, ceiling(logit, observation.statistics.max_score)))
 
 
@@ -241,7 +246,7 @@ def _note(
     held: float,
     without_gradient: float,
 ) -> Note:
-    """Explain what a search did with one unit."""
+    """Explain what the search did with one unit."""
     stage = Phase(int(phase))
     if stage != Phase.SEARCH:
         limited = stage == Phase.CLIMB and held
@@ -261,14 +266,15 @@ def _note(
 def _from_version_2(state: Memory) -> Memory:
     """Convert the memory of version 2 of the state file, which had `wait` and `rise` instead of `phase` and `left`.
 
-    It did not tell the plateau from the warm-up: both are WARM_UP here, which after the warm-up waits as well.
+    That version did not distinguish the plateau from the warm-up. Both become WARM_UP, which also waits once the
+    warm-up is over.
     """
     wait, rise, fresh = state["wait"], state["rise"], state["fresh"]
     phase = torch.full_like(wait, Phase.SEARCH)
     phase = torch.where(wait > 0, Phase.WAIT, phase)
     phase = torch.where(fresh < 0, Phase.UNSEEN, phase)
     phase = torch.where(rise > 0, Phase.CLIMB, phase)
-    phase = torch.where(rise == 100, Phase.WARM_UP, phase)  # all of the rise lies ahead
+    phase = torch.where(rise == 100, Phase.WARM_UP, phase)  # the whole rise is still ahead
     left = torch.where(phase == Phase.CLIMB, rise, wait)
     search = {name: state[name] for name in ("batches", "total", "direction", "step")}
     return {"phase": phase, "left": left, "fresh": fresh.clamp(min=0), **search}
