@@ -1,7 +1,7 @@
-"""Conditions that attention can be in, their limits and the advice: pure functions of numbers.
+"""Conditions that attention can be in, their limits, and advice: pure functions of numbers.
 
-`report.findings` judges layers and heads by them. `RULES` has the limits, the docstring of `Condition` says them in
-words, and `docs/FINDINGS.md` gives the reason for each.
+`report.findings` uses them to judge layers and heads. `RULES` holds the limits, the docstring of `Condition` states
+them in words, and `docs/FINDINGS.md` gives the reason for each.
 """
 
 from __future__ import annotations
@@ -12,32 +12,34 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 HELP = "Conditions and their limits: help(betahook.Condition)"
-"""Said below every table of findings."""
+"""Note below every table of findings."""
 
 FLAT = 0.95
-"""Share of the keys above which attention that looks at them is flat."""
+"""Attention that looks at more than this share of the keys is flat."""
 
 SLACK = 0.1
-"""A condition ends when its number is back by this share of the limit: one that hovers at a limit is no news."""
+"""Hysteresis: a condition ends when its number is back inside by this share of the limit, so hovering is no news."""
 
 
 class Condition(IntEnum):
-    """Conditions of the attention of a layer or head. Of these, the first that holds:
+    """Conditions that the attention of a layer or head can be in.
 
-    non-finite: a NaN, an infinity or a skipped optimizer step since the last pooling.
+    The condition is the first of these that holds:
+
+    non-finite: there was a NaN, an infinity or a skipped optimizer step since the last pooling.
     exploding: the largest absolute logit is above 100.
-    dead: the std of the logits within rows is below 0.00195; every key gets the same weight, as bfloat16 rounds.
-    sink: the first key gets above 0.5 of the attention that flat attention would give to others.
-    one key: the entropy of the rows is below 0.1 of that of flat attention.
-    sharp: it is below 0.25 of that, or the std of the logits within rows is above 10.
-    flat: exp of the mean entropy, the keys looked at, is above 0.95 of that of flat attention.
-    healthy: none of these; also where no row may use more than one key, and so has no choice.
-    not measured: no forward was measured yet.
+    dead: the std of the logits within rows is below 0.00195, so that all keys get the same weight in bfloat16.
+    sink: the first key gets more than 0.5 of the attention that flat attention would give to the other keys.
+    one key: the entropy of the rows is below 0.1 times that of flat attention.
+    sharp: the entropy is below 0.25 times that, or the std of the logits within rows is above 10.
+    flat: the number of keys looked at, exp of the mean entropy, is above 0.95 times that of flat attention.
+    healthy: none of these; also if no row may use more than one key, and so has no choice.
+    not measured: no forward pass was measured yet.
 
     A condition ends only when its number is back inside by a tenth of the limit.
     """
 
-    # Checkpoints hold the numbers: never change one.
+    # Checkpoints store these numbers: never change one.
     UNMEASURED = 0
     HEALTHY = 1
     FLAT = 2
@@ -55,22 +57,22 @@ class Condition(IntEnum):
 
     @property
     def predicate(self) -> str:
-        """The condition in a sentence, after `attention is`."""
+        """The condition, worded to follow `attention is`."""
         return {Condition.ONE_KEY: "on one key", Condition.SINK: "on a sink"}.get(self, str(self))
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers by which a layer or a head is judged; NaN for what was not measured.
+    """Numbers by which a layer or a head is judged; NaN if not measured.
 
     Attributes:
-        nonfinite: 1 where a NaN or an infinity held the controllers when the sums were last pooled.
+        nonfinite: 1 if a NaN or an infinity kept the controllers from acting when the sums were last pooled.
         max_logit: the largest absolute logit.
         logit_std: std of the logits within rows.
         entropy: mean entropy of the attention rows, in nats.
-        flat_entropy: what it would be if attention were flat; NaN where each row may use one key only.
+        flat_entropy: the entropy that flat attention would have; NaN if each row may use only one key.
         sink: mean share of the attention that goes to the first key.
-        weight_std_q, weight_std_k: std of W_q and W_k, with which logits grow; no condition goes by them.
+        weight_std_q, weight_std_k: std of W_q and W_k, with which logits grow; no condition depends on them.
     """
 
     nonfinite: float = math.nan
@@ -84,42 +86,42 @@ class Numbers:
 
     @property
     def spread(self) -> float:
-        """The std of the logits within rows; NaN where each row has but one key, whatever its logit."""
+        """The std of the logits within rows; NaN if each row has only one key, whose logit has no effect."""
         return math.nan if math.isnan(self.flat_entropy) else self.logit_std
 
     @property
     def keys(self) -> float:
-        """Number of keys that a row looks at: the exponential of the entropy."""
+        """Effective number of keys that a row looks at: the exponential of the entropy."""
         return math.exp(self.entropy)
 
     @property
     def keys_share(self) -> float:
-        """Keys looked at, as a share of those that flat attention looks at: 1 if it is flat."""
+        """Keys looked at, as a share of those under flat attention: 1 if attention is flat."""
         return math.exp(self.entropy - self.flat_entropy) if self.flat_entropy else math.nan
 
     @property
     def relative_entropy(self) -> float:
-        """The entropy over that of flat attention: 0 for one key, 1 for flat."""
+        """The entropy over that of flat attention: 0 for one key, 1 for flat attention."""
         return self.entropy / self.flat_entropy if self.flat_entropy else math.nan
 
     @property
     def sink_excess(self) -> float:
-        """Share of the first key in what flat attention would not give it: 0 if it is flat, 1 if it gets all."""
-        if self.keys_share > FLAT:  # where many rows have but one key, that gets nearly all of flat attention, too
+        """Share that the first key takes of what flat attention gives to the others: 0 if flat, 1 if it takes all."""
+        if self.keys_share > FLAT:  # if many rows have only one key, that gets nearly all of flat attention, too
             return 0.0
-        flat = math.exp(-self.flat_entropy)  # a little less, where rows differ in their number of keys
+        flat = math.exp(-self.flat_entropy)  # the first key's share if flat; a little low if rows differ in their keys
         return (self.sink - flat) / (1 - flat) if self.flat_entropy else math.nan
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A limit, and the condition on its other side.
+    """A limit on one number, and the condition that begins beyond it.
 
     Attributes:
-        condition: of a layer or a head whose number is beyond the limit.
-        number: the name of that number; NaN is beyond no limit.
-        limit: where the condition begins.
-        above: True if it is above the limit, False if below.
+        condition: the condition of a layer or head whose number is beyond the limit.
+        number: name of that number in `Numbers`; NaN is beyond no limit.
+        limit: the limit.
+        above: True if the condition holds above the limit, False if below.
     """
 
     condition: Condition
@@ -128,7 +130,7 @@ class Rule:
     above: bool
 
     def holds(self, numbers: Numbers, before: Condition) -> bool:
-        """Tell if the number is beyond the limit, which is `SLACK` nearer where the condition was there before."""
+        """Return whether the number is beyond the limit, which `SLACK` relaxes if this condition held before."""
         slack = SLACK if before is self.condition else 0.0
         value: float = getattr(numbers, self.number)
         return value > self.limit * (1 - slack) if self.above else value < self.limit * (1 + slack)
@@ -144,7 +146,7 @@ RULES = (
     Rule(Condition.SHARP, "logit_std", 10.0, above=True),
     Rule(Condition.FLAT, "keys_share", FLAT, above=True),
 )
-"""In the order in which they are asked: the first that holds is the condition, none of them is healthy."""
+"""Tried in this order: the first rule that holds gives the condition; if none holds, attention is healthy."""
 
 _HOLD = "limit the logits with QK-norm, betahook.Clip or betahook.Cap; lower the threshold of one that is in use"
 ADVICE = {
@@ -158,14 +160,14 @@ ADVICE = {
     Condition.EXPLODING: f"lower the learning rate, or {_HOLD}",
     Condition.NONFINITE: "look for the first NaN or infinity in inputs, loss and weights; beta stays where it was",
 }
-"""Remedies, in a few words."""
+"""Advice on each condition, in a few words."""
 
 WORRYING = (Condition.SHARP, Condition.ONE_KEY, Condition.EXPLODING, Condition.NONFINITE)
-"""Conditions that are logged as a warning when they begin; the others are information."""
+"""Conditions that are logged as a warning when they begin; others are logged as information."""
 
 
 def advise(condition: Condition, gains: Iterable[float]) -> str:
-    """Return the remedy for a condition of some layers, given beta over the model's own in each of them."""
+    """Return advice on a condition, given the gain (beta over the model's own) of each layer in it."""
     sizes = {(gain > 1 + SLACK) - (gain < 1 - SLACK) for gain in gains}
     if condition in (Condition.FLAT, Condition.DEAD) and sizes == {-1}:
         return "beta is below the model's own, which makes attention flatter"
@@ -175,7 +177,7 @@ def advise(condition: Condition, gains: Iterable[float]) -> str:
 
 
 def classify(numbers: Numbers, before: Condition = Condition.UNMEASURED) -> Condition:
-    """Name the condition of a layer or a head, given the one that it was in before."""
+    """Return the condition of a layer or a head, given the one that it was in before."""
     for rule in RULES:
         if rule.holds(numbers, before):
             return rule.condition

@@ -1,6 +1,7 @@
-"""Findings in words: the condition of the attention of each layer, since when, and what to do about it.
+"""Findings in words: the condition of each layer's attention, since when it holds, and what to do about it.
 
-`Hook.findings` calls `observe`, which alone reads the state and writes to it; the rest makes words of numbers.
+`Hook.findings` calls `observe`, the only function here that reads or writes the state; the rest turns numbers into
+words.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from betahook.state.state import State
 logger = logging.getLogger("betahook")
 
 NEARLY_FLAT = 0.75
-"""Share of its keys beyond which a head looks at so many that its logits differ little, however large they are."""
+"""Share of its keys beyond which a head looks at so many that its logits can differ only little, however large."""
 
 OFFSET = "flat or nearly so, since the logits of a row share a large offset, which cancels"
-"""Said of the softmax of layers that explode so."""
+"""Remark on the softmax of layers that explode only by such an offset."""
 
 TITLE = "Attention, layer by layer"
 NOTE = f"Keys looked at: effective number of keys, exp(mean entropy), of the number under flat attention. {HELP}"
-"""Said above and below the table on a page."""
+"""Title above and note below the table on a page."""
 
 REMARK = re.compile(r"^\* \*\*(.+?)\*\*: (.+)$", re.MULTILINE)
-"""A remark in findings that were written as Markdown: its subject, and what it says."""
+"""A remark in findings written as Markdown: its subject and its text."""
 
 NAMED = 4
-"""Most layers, or runs of heads, that a sentence or a cell names; it counts the others."""
+"""Number of layers, or runs of heads, that a sentence or a cell names at most; it counts the others."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,17 @@ class Finding:
 
     Attributes:
         layer: module name.
-        condition: of the layer, all heads pooled.
-        since: the step of the hook at which it was first seen in this condition; for `NONFINITE`, the step of the
-            first NaN or infinity.
-        numbers: of the layer; the largest logit is that of all its heads.
+        condition: condition of the layer, all heads pooled.
+        since: the hook's step at which this condition was first seen; for `NONFINITE`, the step of the first NaN or
+            infinity.
+        numbers: numbers of the layer; `max_logit` is the largest over all its heads.
         heads: heads in another condition than the layer, by condition; counted from 0.
-        beta: in force; the geometric mean where heads differ. NaN while nothing was measured.
-        beta_default: the model's own.
-        note: on what the controllers did to beta, and why.
-        head_numbers: of each head.
-        head_gains: beta over the model's own, of each head.
-        is_new: True if it was first seen in this condition in this step.
+        beta: the beta in force, or its geometric mean if heads differ; NaN while nothing was measured.
+        beta_default: the model's own beta.
+        note: the controllers' note on what they did to beta, and why.
+        head_numbers: numbers of each head.
+        head_gains: beta over the model's own, for each head.
+        is_new: True if this condition was first seen in this step.
     """
 
     layer: str
@@ -74,13 +75,13 @@ class Finding:
 
     @property
     def max_logit_head(self) -> int:
-        """The head with the largest logit; a NaN is the smallest."""
+        """The head with the largest logit; NaN counts as the smallest."""
         logits = [numbers.max_logit for numbers in self.head_numbers]
         return max(range(len(logits)), key=lambda head: (not math.isnan(logits[head]), logits[head]))
 
     @property
     def shares_offset(self) -> bool:
-        """True if the layer explodes only by what all keys of a row share: softmax subtracts it, and is nearly flat."""
+        """True if the layer explodes only by an offset that all keys of a row share: softmax then is nearly flat."""
         return self.condition is Condition.EXPLODING and self.head_numbers[self.max_logit_head].keys_share > NEARLY_FLAT
 
     @property
@@ -90,17 +91,17 @@ class Finding:
 
 
 class Findings(tuple[Finding, ...]):
-    """One `Finding` a layer, in the order of the layers; prints as a sentence and a table.
+    """One `Finding` per layer, in the order of the layers; prints as a summary and a table.
 
     Attributes:
-        step: the step of the hook that they are of.
+        step: the hook's step that the findings describe.
     """
 
     step: int
 
     @classmethod
     def at(cls, step: int, findings: Iterable[Finding]) -> Findings:
-        """Put together the findings of a step."""
+        """Collect the findings of a step."""
         found = cls(findings)
         found.step = step
         return found
@@ -112,13 +113,13 @@ class Findings(tuple[Finding, ...]):
 
     @property
     def counts(self) -> dict[Condition, int]:
-        """Number of layers in each condition, the gravest first; those without a layer are left out."""
+        """Number of layers in each condition, the gravest first; conditions without a layer are left out."""
         counted = Counter(finding.condition for finding in self)
         return {condition: counted[condition] for condition in sorted(counted, reverse=True)}
 
     @property
     def summary(self) -> str:
-        """All of it in a few sentences."""
+        """The findings in a few sentences."""
         sentences = [f"Step {self.step}: {self._share()}."]
         measured = [pair for pair in zip(self, self.labels, strict=True) if pair[0].numbers.max_logit >= 0]
         if measured:
@@ -135,7 +136,7 @@ class Findings(tuple[Finding, ...]):
         return " ".join(sentences)
 
     def _share(self) -> str:
-        """How many layers are in which condition, in words."""
+        """Say in words how many layers are in each condition."""
         total, counts = len(self), self.counts
         if len(counts) == 1:
             return f"{_layers(self.labels, total)} {next(iter(counts)).predicate}"
@@ -144,7 +145,7 @@ class Findings(tuple[Finding, ...]):
 
     @property
     def news(self) -> str:
-        """One line on the layers whose condition began in this step; empty if none did."""
+        """One line on the conditions that began in this step; empty if none did."""
         began: dict[Condition, list[str]] = {}
         for finding, label in zip(self, self.labels, strict=True):
             if finding.is_new and finding.condition is not Condition.UNMEASURED:
@@ -153,23 +154,23 @@ class Findings(tuple[Finding, ...]):
             return ""
         conditions = sorted(began, reverse=True)
         parts = [f"{each.predicate} in {_layers(began[each], len(self))}" for each in conditions]
-        if advice := self._advice(conditions[0]):  # beside the gravest, to which it belongs
+        if advice := self._advice(conditions[0]):  # beside the gravest condition, which it is about
             parts[0] += f" ({advice})"
         return f"step {self.step}: attention is now {listed(parts)}"
 
     @property
     def is_worrying(self) -> bool:
-        """True if a condition that asks for attention began in this step."""
+        """True if one of the `WORRYING` conditions began in this step."""
         return any(finding.is_new and finding.condition in WORRYING for finding in self)
 
     def table(self) -> Table:
-        """Return a table of words and numbers, a row a layer; without columns of empty cells."""
+        """Return a table with one row per layer, without empty columns."""
         header = ["layer", "attention", "since step", "logit std", "max logit", "keys looked at", "beta / own"]
         rows = [_cells(finding, label) for finding, label in zip(self, self.labels, strict=True)]
         return Table([*header, "last move", "heads"], rows, TITLE, NOTE).compact()
 
     def remarks(self) -> dict[str, str]:
-        """Remedies for conditions and reasons of controllers, by what each is about: the words below the table."""
+        """Return advice on conditions and explanations of controllers, by subject: the lines below the table."""
         notes: dict[str, list[str]] = {}
         for finding, label in zip(self, self.labels, strict=True):
             notes.setdefault(str(finding.note), []).append(label)
@@ -183,7 +184,7 @@ class Findings(tuple[Finding, ...]):
         return advise(condition, [finding.gain for finding in self if finding.condition is condition])
 
     def markdown(self) -> str:
-        """The same as a page in Markdown."""
+        """Return the findings as a page in Markdown."""
         remarks = [f"* **{on_one_line(subject)}**: {words}" for subject, words in self.remarks().items()]
         return "\n".join([f"**{on_one_line(self.summary)}**", "", *remarks, "", self.table().markdown(), "", HELP])
 
@@ -192,20 +193,21 @@ class Findings(tuple[Finding, ...]):
         return "\n".join([self.summary, "", str(self.table()), "", *remarks, HELP])
 
     __repr__ = __str__
-    _repr_markdown_ = markdown  # which notebooks show
+    _repr_markdown_ = markdown  # shown in notebooks
 
 
 def read_markdown(words: str) -> tuple[str, dict[str, str], Table]:
-    """Return summary, remarks and table of findings that were written as Markdown."""
+    """Parse findings that were written as Markdown into summary, remarks and table."""
     table = replace(Table.from_markdown(words), title=TITLE, note=NOTE)
     return words.partition("\n")[0].strip("*"), dict(REMARK.findall(words)), table
 
 
 def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapping[str, str]) -> Findings:
-    """Look at what the last step measured; remember in the state since when each layer is in its condition.
+    """Judge what the last step measured, and record in the state since when each layer is in its condition.
 
-    The notes of the controllers, one a layer, go into the findings. Of the layers in `unreached`, names to reasons,
-    nothing is said but that. The first look at a step logs its news, one line at most. Reads the device back.
+    `notes` are the controllers' notes, one per layer, which go into the findings. For the layers in `unreached` (name
+    to reason), nothing but the reason is reported. The first call after a step logs its news, one line at most.
+    Synchronises with the device.
     """
     is_first_look = state.reported.findings_step < state.steps
     state.reported.changed = set() if is_first_look else state.reported.changed
@@ -218,7 +220,7 @@ def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapp
     of_each = zip(layers, state.ranges, notes, _numbers(by_layer), by_layer["beta"], own, strict=True)
     for index, (name, head_range, note, numbers, beta, beta_default) in enumerate(of_each):
         of_heads, of_gains = tuple(by_head[head_range.heads]), tuple(gains[head_range.heads])
-        if name in unreached:  # what was measured of it before is not of the model as it is
+        if name in unreached:  # earlier measurements do not describe the model as it is now
             numbers, of_heads = Numbers(), (Numbers(),) * len(of_heads)
             note, beta, of_gains = Note(reason=f"not reached, {unreached[name]}"), math.nan, (math.nan,) * len(of_gains)
         was = Condition(before[index])
@@ -251,13 +253,13 @@ def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapp
 
 
 def _beginning(state: State, condition: Condition, broken: Sequence[int]) -> int:
-    """The step at which a condition began that the last look did not see, given the first step that broke each head."""
+    """Return the step at which a new condition began; `broken` holds each head's first non-finite step, or 0."""
     later = [step for step in broken if step > state.reported.findings_step]
     return min(later) if condition is Condition.NONFINITE and later else state.steps
 
 
 def _numbers(quantities: Mapping[str, Sequence[float]]) -> list[Numbers]:
-    """Make the numbers of every layer, or of every head."""
+    """Collect the `Numbers` of every layer, or of every head, from metrics by quantity."""
     return [Numbers(*row) for row in zip(*(quantities[field.name] for field in fields(Numbers)), strict=True)]
 
 
@@ -282,7 +284,7 @@ def _cells(finding: Finding, label: str) -> list[str]:
 
 
 def _cell(text: str, *numbers: float) -> str:
-    """Return what says these numbers, or nothing where one was not measured."""
+    """Return `text`, or an empty cell if one of the numbers in it was not measured."""
     return "" if any(map(math.isnan, numbers)) else text
 
 

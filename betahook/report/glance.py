@@ -1,4 +1,4 @@
-"""`Picture`: the picture at a glance, for those who do not look at it in TensorBoard."""
+"""`Picture`: the picture at a glance of a run, drawn by `report.pictures` for notebooks, files and trackers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TAG = f"{GROUP}/at a glance"
-"""Its name in every tracker."""
+"""Name of the picture in every tracker."""
 SPACING = 1.4
-"""From one picture to the next that is due, the number of findings grows by this factor: some 25 in 10,000."""
+"""Factor by which the number of findings grows from one due picture to the next: some 25 pictures for 10,000."""
 
 
 class Picture:
     """The picture at a glance of a run, for a notebook, a file, or any tracker that takes images. Needs matplotlib.
 
-    Keep one beside the loop of training::
+    Create one before the training loop and add findings in the loop::
 
         picture = betahook.Picture()
         for step, batch in enumerate(batches, 1):
@@ -35,13 +35,13 @@ class Picture:
             hook.step()
             if step % 10 == 0:
                 picture.add(hook.findings(), step)
-        picture  # as the last line of a cell, it is shown
+        picture  # shown if it is the last line of a notebook cell
 
-    It is drawn when it is asked for, which takes a fifth of a second. However many findings it holds, it has at most 64
-    columns: of several findings, a column shows the sharpest.
+    The picture is drawn on request, which takes a fifth of a second. However many findings it holds, it has at most 64
+    columns; a column that stands for several findings shows the sharpest.
 
     Attributes:
-        is_due: True after 1, 2, 3, 5, 7, 10, 14 ... findings if it was drawn whenever that was so: for a tracker.
+        is_due: True when a tracker should draw it: after 1, 2, 3, 5, 7, 10, 14 ... findings if it always does so.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class Picture:
         return self._history.added >= max(1, math.ceil(self._drawn * SPACING))
 
     def add(self, findings: Findings, step: int | None = None) -> None:
-        """Add what `hook.findings()` returned, as that of a step of the run; by default, of the step of the hook.
+        """Add the result of `hook.findings()` for a step of the run, by default the hook's own step.
 
-        Those of a step before the last one begin the picture anew.
+        A step before the last one added starts the picture anew.
 
         Raises:
-            TypeError: these are no findings, or `step` is no whole number.
+            TypeError: `findings` is not a `Findings`, or `step` is not a whole number.
         """
         if not isinstance(findings, Findings):
             raise TypeError(f"add(findings, step) takes what hook.findings() returned; got {type(findings).__name__}")
@@ -67,7 +67,7 @@ class Picture:
         self._drawn = 0 if self._history.added == 1 else self._drawn
 
     def png(self) -> bytes:
-        """Draw it as a PNG of 1200 x 760 pixels.
+        """Draw the picture as a PNG of 1200 x 760 pixels.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -79,26 +79,26 @@ class Picture:
         return pictures.draw(self._history)
 
     def image(self) -> Image:
-        """Draw it as an image of Pillow, as trackers take it: `wandb.Image(picture.image())`.
+        """Draw the picture as a Pillow image, which trackers accept: `wandb.Image(picture.image())`.
 
         Raises: as `png`.
         """
         return _decoded(self.png())
 
     def _repr_png_(self) -> bytes | None:
-        """Show it in a notebook."""
+        """Show the picture in a notebook."""
         return None if self._history.latest is None else self.png()
 
 
 class TrackedPicture(Picture):
-    """The picture of a run that reports to a tracker: one warning says so where matplotlib is missing."""
+    """The picture of a run that reports to a tracker; without matplotlib, it warns once instead of raising."""
 
     def __init__(self) -> None:
         super().__init__()
         self._has_warned = False
 
     def png_or_warn(self, where: str) -> bytes | None:
-        """Draw it as a PNG; without matplotlib, warn once that there is none in the tracker of this name."""
+        """Draw the picture as a PNG; without matplotlib, return None and warn once, naming the tracker `where`."""
         try:
             return self.png()
         except ImportError as error:
@@ -108,13 +108,13 @@ class TrackedPicture(Picture):
             return None
 
     def image_if_due(self, where: str) -> Image | None:
-        """Draw it as an image of Pillow if it is due, else return None; `where` is as for `png_or_warn`."""
+        """Draw the picture as a Pillow image if it is due, else return None; `where` is as for `png_or_warn`."""
         png = self.png_or_warn(where) if self.is_due else None
         return None if png is None else _decoded(png)
 
 
 def whole_number(step: Any, wanted: str) -> int:
-    """Return a step as a plain number; `wanted` opens the TypeError for one that is not whole."""
+    """Return a step as a plain int; `wanted` begins the message of the TypeError for one that is not whole."""
     try:
         return operator.index(step)
     except TypeError as error:
