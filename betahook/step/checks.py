@@ -1,6 +1,6 @@
-"""Checks before a step counts: attention was seen, there is a loss to judge by, and ranks are alike.
+"""Checks before a step counts: attention was seen, there is a loss if a controller needs one, and ranks agree.
 
-One rank may be idle, all of them may not: so in its first step each rank asks the others, and all raise or none does.
+Single ranks may be idle, but not all of them. So the ranks communicate in their first step, and all raise or none does.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def check(state: State, layers: Layers, controllers: Sequence[Controller], settings: Settings) -> None:
-    """Refuse a step before attention or a loss to judge by was ever seen; warn of a first one that measured nothing.
+    """Raise if attention, or a loss that a controller needs, was never seen; warn if the first step measured nothing.
 
-    Ranks are asked once: all of them must call.
+    Ranks communicate once, so all of them must call this.
 
     Raises:
-        RuntimeError: neither was seen, on any rank, or ranks differ; on all ranks.
+        RuntimeError: no rank has seen attention or the loss, or ranks differ; raised on all ranks.
     """
     if state.ranks_agree:
         return
@@ -64,7 +64,7 @@ def _check_seen(layers: Layers, *, seen: bool, measured: bool) -> None:
 
 
 def _check_unjudged(controllers: Sequence[Controller]) -> None:
-    """Refuse controllers that are judged by the loss, of which there is none."""
+    """Raise if a controller judges by the loss, of which there is none."""
     judge = next((controller for controller in controllers if controller.uses_loss), None)
     if judge is not None:
         raise RuntimeError(
@@ -75,13 +75,13 @@ def _check_unjudged(controllers: Sequence[Controller]) -> None:
 
 
 def _decisive(controllers: Sequence[Controller], settings: Settings) -> dict[str, object]:
-    """The options of `attach` that decide in which steps ranks meet, and which beta each of them chooses."""
+    """Return the options of `attach` on which it depends when ranks communicate, and which beta each chooses."""
     written = [base.written(type(each).__qualname__, base.options(each), type(each)) for each in controllers]
     return {"controller": ", ".join(written), "interval": settings.interval, "per_head": settings.per_head}
 
 
 def _ask_ranks(state: State, layers: Layers, options: dict[str, object], here: tuple[bool, bool, bool]) -> list[bool]:
-    """Return what is the case here or on any rank; refuse those of other layers, decisive options or another state."""
+    """Return each flag of `here`, True if it is on any rank; raise if ranks differ in layers, `options` or state."""
     sizes = [f"{name}: {layer.heads} heads of {layer.head_dim}" for name, layer in layers.items()]
     given = [f"{name}={value}" for name, value in options.items()]
     asked = [_hash("\n".join(sizes)), *map(int, here), *map(_hash, given)]
@@ -99,7 +99,7 @@ def _ask_ranks(state: State, layers: Layers, options: dict[str, object], here: t
             f"{', '.join(differing)}. Give every rank the same options of attach. Alerts may stand on one rank alone "
             "if every rank is given the same interval=, whose default Alerts(max_logit=...) changes"
         )
-    # NaN, for the model's own, as a number that no beta is; what is left alone here lost the beta that it was given.
+    # NaN, the model's own beta, becomes 0, which no beta is. Heads left alone here have lost the beta they were given.
     bits = state.beta.nan_to_num(0.0).view(torch.int32).tolist()
     betas = [None if alone else of_head for of_head, alone in zip(bits, state.left_alone.tolist(), strict=True)]
     if any(map(_differ, ranks.ranges_over_ranks([state.steps, state.skipped_steps, *betas], state.device))):

@@ -1,7 +1,7 @@
-"""Clipping: the stage of `Hook.step` that scales the weights of single heads, as the `Clip`s among its controllers say.
+"""Clipping: the stage of `Hook.step` that scales the weights of single heads, as the hook's `Clip` controllers ask.
 
-Nothing here reads a value back to the host but the check of each layer, in the first step that it is used in, or later
-where the output did not depend on it then.
+Nothing here reads a value back to the host except the check of each layer. It takes place in the first step in which
+the layer is used, or later if the output did not depend on the layer then.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ NO_EFFECT = (
     "forward use these layers"
 )
 PATIENCE = 16
-"""How many steps a layer may have no effect, as in a warm-up, before a warning."""
+"""Number of steps in which a layer may have no effect, as in a warm-up, before a warning."""
 EXPONENTS = -4, 8
-"""Of powers of 2 that bfloat16 holds less 1, also divided by 16."""
+"""Range of exponents e for which bfloat16 holds `2**e - 1` and `2**e / 16 - 1` exactly."""
 SAME, DIFFERENT, FAILED = range(3)
-"""Findings of a rank that compares outputs; the largest counts."""
+"""Results of comparing outputs on one rank; the largest over all ranks counts."""
 
 
 class Clipping:
-    """The stage of the `Clip`s of a hook, after the other controllers; nothing where there are none.
+    """The stage that applies the `Clip`s of a hook after its other controllers; does nothing if there are none.
 
     Raises:
         UnsupportedModelError: a layer has no weights to scale; the message says which and why.
@@ -71,8 +71,8 @@ class Clipping:
     def step(self, hook: Hooked, measured: Tensor) -> None:
         """Count the heads that exceed a threshold, and scale their weights.
 
-        Of the heads `measured` in this step, boolean `[heads]`: a maximum of before says nothing about the weights that
-        were clipped since.
+        Only heads `measured` in this step (boolean `[heads]`) count, since an older maximum says nothing about weights
+        that were clipped since.
 
         Raises:
             UnsupportedModelError: scaled weights do not act as beta does; the message names the layers.
@@ -94,13 +94,13 @@ class Clipping:
 
     @torch.no_grad()
     def _scale(self, hook: Hooked, factors: Tensor) -> None:
-        """Multiply the scores of each head by its factor, `[heads]`, in the weights; one with 1 keeps every bit.
+        """Scale weights so that the scores of each head take its factor, `[heads]`; a factor of 1 keeps every bit.
 
-        Layers that are not checked yet wait.
+        Layers that are not checked yet are not scaled.
 
-        All ranks must call, with the same factors.
+        All ranks must call this with the same factors.
         """
-        if self._is_sharded is None:  # adapters and shards may come after attach
+        if self._is_sharded is None:  # adapters and sharding may be added after attach
             self._is_sharded = any(compat.is_fsdp2(module) for module in hook.model.modules())
             if any(compat.is_adapter(module) for module in hook.model.modules()):
                 logger.warning(
@@ -114,12 +114,12 @@ class Clipping:
             each.weights().scale(factors[each.heads])
 
     def _check(self, hook: Hooked) -> None:
-        """Check each layer once, on the input of the last forward.
+        """Check each layer once, on the input of the last forward pass.
 
-        A layer that was not used yet is checked when it is, and all of them wait for a step with such an input. One
-        that the output does not depend on, as behind an output projection of zeros, is tried again 1, 2, 4, ... steps
-        after the first try. Ranks ask one another, so each must come to all questions: beta and what is left alone are
-        those of all ranks since pooling.
+        A layer is checked in the first step in which it is used and there is such an input. If the output does not
+        depend on the layer, e.g. behind an output projection of zeros, it is tried again 1, 2, 4, ... steps after the
+        first try. The ranks communicate, so each must reach every collective call: this works because since pooling,
+        beta and the layers left alone are the same on all ranks.
         """
         unchecked = [each for each in self._clipped if not each.is_checked and each.layer.refusal is None]
         used = [each for each in unchecked if not math.isnan(each.layer.beta_default)]
@@ -137,7 +137,7 @@ class Clipping:
             self._warn_of_waiting(late, NO_EFFECT)
 
     def _try(self, trial: _Trial) -> None:
-        """Take the layers for checked whose beta the output depends on; all ranks raise where their weights differ."""
+        """Mark layers whose beta changes the output as checked; raise on all ranks if their weights act otherwise."""
         shown = [each for each in trial.due if trial.differs([each], beta_alone=True)]
         if shown and trial.differs(shown):
             wrong = [each for each in shown if not self._settle(trial, each)]
@@ -153,18 +153,18 @@ class Clipping:
             logger.warning("Clip does not scale the weights of %s yet: it first checks %s", names, reason)
 
     def _find_again(self, due: Sequence[_Clipped]) -> None:
-        """Find the weights of layers anew; all ranks raise where one finds weights that take no factor."""
+        """Find the weights of layers anew; raise on all ranks if any rank finds weights that take no factor."""
         error: UnsupportedModelError | None = None
         try:
             for each in due:
-                each.weights(anew=True)  # the first forward may have shown other W_q and W_k
+                each.weights(anew=True)  # the first forward pass may have revealed other W_q and W_k
         except UnsupportedModelError as found:
             error = found
         if self._on_any_rank(error is not None):
             raise error or UnsupportedModelError(f"cannot clip {rerun.ELSEWHERE}")
 
     def _settle(self, trial: _Trial, clipped: _Clipped) -> bool:
-        """Choose the first weights of a layer that do what beta does; False if none do."""
+        """Choose the first candidate weights of a layer that act like beta; return False if none do."""
         fewest, _ = ranks.range_over_ranks(len(clipped.scalings), self._state.device)
         for choice in range(fewest):
             clipped.choice = choice
@@ -178,7 +178,7 @@ class Clipping:
 
 
 class _Trial:
-    """The model, run again and again on its last input with other betas and weights of the layers that are `due`."""
+    """Runs of the model on its last input, with other betas and weights in the layers that are `due`."""
 
     def __init__(self, hook: Hooked, due: Sequence[_Clipped], device: torch.device) -> None:
         self.due = due
@@ -186,17 +186,17 @@ class _Trial:
         self._device = device
 
     def differs(self, clipped: Sequence[_Clipped], *, beta_alone: bool = False) -> bool:
-        """Tell if weights and a beta that makes up for them, or that beta alone, change the output on any rank.
+        """Return whether scaled weights and a compensating beta, or that beta alone, change the output on any rank.
 
         Raises:
-            UnsupportedModelError: the model does not run again on a rank; on all ranks.
+            UnsupportedModelError: the model cannot be run again on some rank; raised on all ranks.
         """
         scalings = [(each.layer, each.weights()) for each in clipped]
         answer, error = SAME, None
         if self._hook.last_call.input is not None:  # an idle rank leaves it to the others
             try:
                 answer = DIFFERENT if self._differs_here(scalings, beta_alone=beta_alone) else SAME
-            except Exception as raised:  # whatever code of the model raises: the other ranks wait for an answer
+            except Exception as raised:  # the model may raise anything, and the other ranks wait for an answer
                 answer, error = FAILED, raised
         _, worst = ranks.range_over_ranks(answer, self._device)
         if worst == FAILED:
@@ -219,16 +219,16 @@ class _Trial:
 
     @cached_property
     def _unchanged(self) -> tuple[list[Tensor], Tensor]:
-        """The output of the model as it is, and how far that of a second run is from it."""
+        """The output of the unchanged model, and the distance of a second run's output from it."""
         expected = rerun.run_model(self._hook)
         return expected, rerun.distances(rerun.run_model(self._hook), expected)
 
 
 @contextmanager
 def _powers_of_2(hook: Hooked, scalings: Sequence[Scaling]) -> Iterator[None]:
-    """For a while, make what norms make of weights that they add 1 to powers of 2, which scale without rounding.
+    """Set weights `w` of norms that multiply by `1 + w` so that `1 + w` is a power of 2, which scales without rounding.
 
-    In half precision, the rounding of these weights alone would show in the output, and more from layer to layer.
+    In half precision, the rounding of these weights alone would change the output, more with every layer.
     """
     materialise.reshard(hook.model)
     with ExitStack() as undo:
@@ -243,12 +243,12 @@ def _powers_of_2(hook: Hooked, scalings: Sequence[Scaling]) -> Iterator[None]:
 
 
 class _Clipped:
-    """A layer, and the weights that take its factors: one of several `scalings`, see `find_scalings`.
+    """A layer and the weights that take its factors, one of several candidates `scalings`, see `find_scalings`.
 
     Attributes:
-        choice: which one; the first until it proves not to do what beta does.
-        is_checked: True once that was tried, and the output showed it.
-        waited: steps since the first one that could try it.
+        choice: index of the candidate in use; the first one unless it proves not to act like beta.
+        is_checked: True once a run of the model has confirmed that the weights act like beta.
+        waited: steps since the first one in which the layer could be checked.
     """
 
     def __init__(self, layer: AttentionLayer, head_range: HeadRange) -> None:
@@ -261,7 +261,7 @@ class _Clipped:
         self.weights()
 
     def weights(self, *, anew: bool = False) -> Scaling:
-        """Return the weights, found again where adapters came or went; refuse a layer whose weights take no factor."""
+        """Return the weights, found anew if adapters were added or removed; raise if they take no factor."""
         layer, pair = self.layer, self.layer.projections
         projections = () if pair is None else (*pair, *added_queries(layer.module, pair[0]))
         owners = [owner for projection in projections for owner in projection.owners]
@@ -276,7 +276,7 @@ class _Clipped:
 
 
 def _refusal(layers: Sequence[AttentionLayer], reason: object) -> UnsupportedModelError:
-    """Return the error for layers whose weights take no factor, with a remedy."""
+    """Return the error for layers whose weights take no factor, with advice."""
     names, kind = ", ".join(shown_name(layer.name) for layer in layers), type(layers[0].module).__name__
     return UnsupportedModelError(
         f"cannot clip {names} ({kind}): {reason}. Exclude the layer with attach(layers=...), or use Cap, which acts on "

@@ -1,7 +1,7 @@
-"""The stages of `Hook.step`: add, where something is due pool over ranks and control, finish; and `explain`.
+"""The stages of `Hook.step`: add; if anything is due, pool over ranks and control; finish. For reports, `explain`.
 
-Between two poolings all sums but the loss go on adding up, as they do over the micro-batches of a step. Each stage
-reads and writes the `State`. Only `explain` reads a value back to the host.
+Between two poolings all sums except the loss keep adding up, as over the micro-batches of a step. Each stage reads and
+writes the `State`. Only `explain` reads a value back to the host.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from betahook.step.loss_scale import LossScale
 
 
 def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
-    """Take note of the sensitivities of this step, to be added to those since the last pooling."""
+    """Record the sensitivities of this step, to be added later to those since the last pooling."""
     distributed = torch.distributed
-    if state.turn and distributed.is_available() and distributed.is_initialized():  # else nothing is sharded
+    if state.turn and distributed.is_available() and distributed.is_initialized():  # without ranks nothing is sharded
         layers.read_weights(state.turn, sharded=True)
     state.waiting.add(state.table, state.moments)
     if loss_scale.skipped:  # nothing to learn from, and nothing to warn about
-        state.settle()  # the steps that wait follow one another
+        state.settle()  # waiting steps must be consecutive
         _forget_nonfinite(state)
         return
     state.batches += 1
@@ -52,17 +52,17 @@ def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
 
 
 def _forget_nonfinite(state: State) -> None:
-    """Forget all scores since the last pooling of heads whose sums are not finite."""
+    """Forget everything measured since the last pooling in heads whose sums are not finite."""
     broken = state.table.sum(0) * 0 != 0
     state.table.masked_fill_(broken, 0)
     state.moments.masked_fill_(state.by_component(broken), 0)
 
 
 def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_scale: LossScale) -> bool:
-    """Tell if this step is pooled: a controller is due, or the metrics are, in the first step and every `interval`.
+    """Return whether to pool in this step: the first one, every `interval` steps, and when a controller is due.
 
-    A function of numbers that every rank and every resumed run have alike. A skipped step ends no window, since the
-    next step has the same batch number.
+    This depends only on numbers that are the same on every rank and in every resumed run. A skipped step ends no
+    window, since the next step has the same batch number.
     """
     batch = state.batch
     due = batch == 0 or (batch + 1) % interval == 0 or any(rule.uses_loss or rule.is_due(batch) for rule in controllers)
@@ -70,15 +70,15 @@ def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_
 
 
 def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Tensor:
-    """Add up the sums of all ranks; they become the recent ones. Return which heads they measured, `[heads]`.
+    """Add the sums over all ranks and keep them as the recent ones; return which heads were measured, `[heads]`.
 
     Args:
         state: the state.
-        skipped: the optimizer skipped its step.
-        begun: the layers that are measured in a step which has not ended: they may have no sensitivity yet.
+        skipped: True if the optimizer skipped its step.
+        begun: layers measured in a step that has not ended, which may therefore have no sensitivity yet.
     """
     state.settle()
-    if skipped:  # tells all ranks that the step was skipped on one
+    if skipped:  # NaN shows all ranks that the step was skipped on one
         state.window.fill_(torch.nan)
     table, summed, moments = _over_ranks(state) if is_pooled(state) else (state.table, state.window, state.moments)
     before = state.recent[statistics.ROW["sensitivity"]]
@@ -86,7 +86,7 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
     sensitivity = state.recent[statistics.ROW["sensitivity"]]
     if state.beta_acts:
         torch.div(*summed, out=sensitivity)  # NaN where none was finite
-    else:  # a layer that had no turn keeps the last one
+    else:  # a layer that had no turn keeps its last sensitivity
         has_ended = measured
         if begun:
             heads, has_ended = heads_of(state.ranges, begun), measured.clone()
@@ -96,10 +96,10 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
 
 
 def _over_ranks(state: State) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up table, window and moments over all ranks, and give the state what else all of them must have alike."""
+    """Add table, window and moments over all ranks, and update what else must be the same in the state of each."""
     own = torch.where(state.gains.own.isnan(), state.beta_default, state.gains.own)
     since, next_step = state.nonfinite_since, state.steps + 2
-    # Of the ages all ranks get the largest, that of the rank that saw it first: 1 in this step, 0 stands for never.
+    # All ranks receive the largest age, from the rank that saw it first: 1 for this step, 0 for never.
     age = torch.where(since > 0, next_step - since, 0)
     table, summed, moments, default, age, left_alone = statistics.all_reduce(
         state.table, state.window, state.moments, own, age, state.left_alone
@@ -111,7 +111,7 @@ def _over_ranks(state: State) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _leave_alone(state: State, table: Tensor, summed: Tensor, left_alone: Tensor) -> None:
-    """Take heads that any rank leaves alone for not measured on all, in pooled sums; nobody reads back which."""
+    """Treat heads that any rank leaves alone as not measured in the pooled sums, without reading back which."""
     state.left_alone, state.refusals_are_known = left_alone, False
     for sums in (table[statistics.ROW["pairs"]], summed, state.recent):
         sums.masked_fill_(left_alone, 0)
@@ -119,12 +119,12 @@ def _leave_alone(state: State, table: Tensor, summed: Tensor, left_alone: Tensor
     release_refused(state)
 
 
-@torch.inference_mode(False)  # its tensors could not be written to outside of it
+@torch.inference_mode(False)  # tensors created in inference mode could not be written to outside it
 @torch.no_grad()
 def refreshed(state: State, layers: Layers) -> State:
-    """Bring the state up to date for a report, and return it: its sums, and what it says of W_q and W_k.
+    """Bring sums and weight statistics in the state up to date for a report, and return the state.
 
-    With several ranks nothing is pooled: one rank may ask for metrics alone, and would wait for ever.
+    With several ranks nothing is pooled, since one rank may ask for metrics alone and would wait for ever.
     """
     layers.read_weights()
     state.settle()
@@ -134,7 +134,7 @@ def refreshed(state: State, layers: Layers) -> State:
 
 
 def observe(state: State, layers: Layers) -> tuple[GroupBeta, Observation]:
-    """Return beta, pooled from that of the heads, and the observation that controllers get beside it."""
+    """Return the beta of each unit, pooled over its heads, and the observation for the controllers."""
     units, current = state.units, state.current_beta
     pooled, default = units.geometric_mean(torch.stack([current, state.beta_default], 1)).unbind(1)
     beta = units.compare(pooled, current)
@@ -149,7 +149,7 @@ def observe(state: State, layers: Layers) -> tuple[GroupBeta, Observation]:
         ratio = layers.spectral_ratio() if first is None else first
         if not is_pooled(state):
             return ratio
-        # A rank that is idle in the first batch has only weights that were updated already.
+        # A rank that was idle in the first batch only has weights that are already updated.
         is_late = state.batch == 0 and not state.seen
         return ranks.largest_over_ranks(torch.full_like(ratio, torch.nan) if is_late else ratio, state.table)
 
@@ -167,13 +167,13 @@ def observe(state: State, layers: Layers) -> tuple[GroupBeta, Observation]:
 
 
 def control(state: State, layers: Layers, controllers: Sequence[Controller]) -> None:
-    """Run the controllers and write the beta that they choose: a move multiplies all heads of a unit alike."""
+    """Run the controllers and write the beta that they choose, by the same factor for all heads of a unit."""
     if not any(controller.moves_beta for controller in controllers):
         return
     beta, observation = observe(state, layers)
     chosen, state.memories = base.apply(controllers, beta.of_group, observation, state.memories)
     if chosen is not beta.of_group:
-        # Heads that differ keep their ratios, and a layer that does not move keeps the bits of every head.
+        # Heads of different beta keep their ratios, and where a unit does not move, every head keeps its exact bits.
         new = state.units.spread(chosen)
         moved = new != beta.of_head
         if has_refused(state):
@@ -183,7 +183,7 @@ def control(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
 
 @contextmanager
 def pooling(state: State, loss_scale: LossScale) -> Iterator[Tensor]:
-    """Pool the sums, give which heads they measured, and begin new sums at the end, whatever happens."""
+    """Pool the sums, yield which heads were measured, and reset the sums at the end, whatever happens."""
     measured = pool(state, skipped=loss_scale.skipped)
     try:
         yield measured
@@ -191,12 +191,12 @@ def pooling(state: State, loss_scale: LossScale) -> Iterator[Tensor]:
         for sums in (state.table, state.moments, state.window):
             sums.zero_()
         if has_refused(state):
-            state.lost.fill_(torch.nan)  # the weights now belong to the model's own
+            state.lost.fill_(torch.nan)  # from here on, the weights are trained with the model's own beta
         state.batches = 0
 
 
 def finish(state: State, controllers: Sequence[Controller], loss_scale: LossScale, interval: int) -> None:
-    """Count the step and begin the next one."""
+    """Count the step and prepare the next one."""
     state.steps += 1
     state.reported.idle_steps += 1
     state.skipped_steps += loss_scale.skipped
@@ -211,10 +211,10 @@ def finish(state: State, controllers: Sequence[Controller], loss_scale: LossScal
 
 
 def turn(state: State, controllers: Sequence[Controller], interval: int) -> range:
-    """Return the layers to measure in the next step: each once in `interval` steps, in pairs or equal groups.
+    """Return the layers to measure in the next step: each one once in `interval` steps, in pairs or equal groups.
 
-    All of them in the first step and while a controller is in its opening. Two small layers are measured as one, for
-    little more than the cost of one. A function of counters that every rank and every resumed run have alike.
+    All layers are measured in the first step and during a controller's opening. Two small layers measured together cost
+    little more than one. This depends only on counters that are the same on every rank and in every resumed run.
     """
     layers, batch = len(state.ranges), state.batch
     if batch < max(1, *(controller.opening_batches for controller in controllers)):
@@ -225,7 +225,7 @@ def turn(state: State, controllers: Sequence[Controller], interval: int) -> rang
 
 
 def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> list[Note]:
-    """Ask the controllers about their last update: one note a layer. Reads the device back."""
+    """Let the controllers explain their last update, in one note per layer. Synchronises with the device."""
     pooled_beta, observation = observe(state, layers)
     beta = pooled_beta.of_group
     moves = any(controller.moves_beta for controller in controllers)
@@ -246,7 +246,7 @@ def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
 
 
 def _held(finite: bool, has_one_key: bool, at_bound: bool, is_above: bool) -> str:
-    """Reasons for which no controller moves beta, in words."""
+    """Return the reason why no controller can move beta, in words; empty if there is none."""
     if not finite:
         return "held by a NaN, an infinity or a skipped optimizer step"
     if has_one_key:

@@ -1,7 +1,7 @@
-"""The training loss of a step, for controllers that look at it; without one nothing of it is recorded.
+"""The training loss of a step, recorded only if a controller uses it.
 
-`Hook` connects the model and hands over what the user gives to `Hook.step`; `betahook.step.stages` reads it. Like all
-sums the loss is kept on the device, in the table of `betahook.measure.statistics`, and read back by nobody.
+`Hook` connects this to the model and passes on a loss given to `Hook.step`; `betahook.step.stages` reads the result.
+Like all sums, the loss stays on the device, in the table of `betahook.measure.statistics`, and is never read back.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from betahook.tap import copies
 
 
 def connect(model: nn.Module, state: State, controllers: Sequence[Controller], undo: ExitStack) -> None:
-    """Record the loss in the outputs of the model until `undo` is closed, for controllers that look at it.
+    """Record the loss in the outputs of the model until `undo` is closed, if a controller uses it.
 
-    For those that get along without it, in their `loss_batches` only.
+    For controllers that can do without it, record it in their `loss_batches` only.
     """
     is_judged, batches = demand(controllers)
     if is_judged or batches:
@@ -35,17 +35,17 @@ def connect(model: nn.Module, state: State, controllers: Sequence[Controller], u
 
 
 def demand(controllers: Sequence[Controller]) -> tuple[bool, int]:
-    """Tell if a controller is judged by the loss, and in how many batches others look at it."""
+    """Return whether a controller judges by the loss, and in how many batches others use it."""
     is_judged = any(controller.uses_loss for controller in controllers)
     return is_judged, max((controller.loss_batches for controller in controllers), default=0)
 
 
 def _sums(loss: Tensor, state: State, is_judged: bool) -> Tensor:
-    """Return the rows of a loss in the table, `[2, 1]`: one loss, and what it is.
+    """Return the rows of a loss for the table, `[2, 1]`: the number 1 and the loss.
 
-    To controllers that are not judged by it, a loss that is not finite, and perhaps not that of the training, is none.
+    If no controller judges by it, a loss that is not finite, perhaps not the training loss at all, counts as none.
     """
-    loss = materialise.whole(loss.detach()).mean()  # of a mesh under tensor parallelism
+    loss = materialise.whole(loss.detach()).mean()  # a DTensor under tensor parallelism
     sums = torch.stack([loss.new_ones(()), loss]).to(state.table)[:, None]
     return sums if is_judged else torch.where(sums.isfinite().all(), sums, 0)
 
@@ -61,33 +61,33 @@ def _record(
 ) -> None:
     """Add the loss in an output to those of the step: the forward hook.
 
-    A forward that is told the number of items in the batch, as by the Trainer, returns its share of the loss of a step:
-    the shares add up to one loss, those of several ranks too where these are the items of all of them.
+    A forward pass that receives the number of items in the batch, as from the Trainer, returns its share of the step's
+    loss. The shares add up to one loss, also over ranks if that number counts the items of all ranks.
     """
     if compat.is_transformed():
         return
-    # In compiled code the number of the batch would be a reason to compile again.
+    # In compiled code, a look at the batch number would trigger recompilation.
     if not (is_judged or torch.compiler.is_compiling() or state.batch < batches):
         return
     loss = rerun.loss_in(output)
-    # A loss without a graph is one of an evaluation, one on the meta device that of a look at shapes.
+    # A loss without a graph comes from an evaluation, and one on the meta device from a run for shapes only.
     if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused or loss.is_meta:
         return
     is_share = kwargs.get("num_items_in_batch") is not None
     with selective.uncounted():
-        if is_share and state.loss_ranks > 1:  # the mean over ranks is to be their sum
+        if is_share and state.loss_ranks > 1:  # so that the mean over ranks is the sum of shares
             loss = loss.detach() * state.loss_ranks
         state.table[OF_STEP] += _sums(loss, state, is_judged)
         if is_share:
-            state.table[ROW["losses"]].clamp_(max=1)  # none, if no share was finite
+            state.table[ROW["losses"]].clamp_(max=1)  # 0 if no share was finite
     state.has_loss |= is_judged
 
 
 def take(state: State, controllers: Sequence[Controller], given: Tensor | float | None) -> None:
-    """Let what the user gave replace the losses of the outputs.
+    """Replace the losses of the outputs by the one that the user gave, if any.
 
     Raises:
-        TypeError: what was given is no loss.
+        TypeError: `given` is neither a tensor nor a number.
     """
     if given is None:
         return
@@ -102,7 +102,7 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
 
 @torch.no_grad()
 def forget(state: State, controllers: Sequence[Controller]) -> None:
-    """Forget the losses of the step that ended: where it was not pooled, the next one would add its own to them."""
+    """Forget the losses of the step that ended; if it was not pooled, the next step would add its own to them."""
     is_judged, batches = demand(controllers)
     if is_judged or state.batch <= batches:
         state.table[OF_STEP].zero_()
@@ -110,13 +110,13 @@ def forget(state: State, controllers: Sequence[Controller]) -> None:
 
 @torch.no_grad()
 def forget_unfinished(state: State) -> None:
-    """Forget loss and sensitivity of a step that was broken off, where a training begins again."""
+    """Forget loss and sensitivity of a step that was interrupted, when training starts again."""
     state.table[OF_STEP].zero_()
     state.gains.set_sensitivity(None)
 
 
 def pooled(state: State) -> Tensor:
-    """Return the loss of the last step, a scalar: the mean over its forwards, or the sum of shares, and over all ranks.
+    """Return the loss of the last step, a scalar: the mean over forward passes, or the sum of shares, and over ranks.
 
     NaN if there was none.
     """
@@ -126,5 +126,5 @@ def pooled(state: State) -> Tensor:
 
 
 def was_recorded(state: State) -> Tensor:
-    """Tell if the last step had a loss on any rank, a scalar; a loss of NaN is one, too."""
+    """Return whether the last step had a loss on any rank, a boolean scalar; a loss of NaN counts."""
     return state.recent[ROW["losses"]].any()
