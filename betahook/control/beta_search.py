@@ -1,7 +1,7 @@
 """The paper's search for a fixed beta over whole training runs, as an ask/tell object without training code.
 
-Users call it around their own training. It knows no model and no tensor, and may draw no random number: the next trial
-is a function of the trials so far.
+Users call it around their own training. It uses no models and no tensors, and must not draw random numbers: the next
+trial depends only on the trials so far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from betahook.control.base import at_least, require
 
 @dataclass(eq=False)
 class BetaSearch:
-    """Search over decades, `beta = start * 10^N`, until the best is bracketed, then bisection in log beta.
+    """Search over decades, `beta = start * 10^N`, until the best beta is bracketed, then bisection in log beta.
 
     The third step of the paper's five-step procedure. One trial is one training run with a fixed beta:
 
@@ -25,20 +25,20 @@ class BetaSearch:
             search.tell(beta, train_and_evaluate(beta))
         print(search.best, search.at_edge)
 
-    Where the first run fails, all scores tie, or three or more tie for the best, trials go on through the decades on
-    every side of the best that holds no worse score; where these tell nothing, through the half decades too.
+    If the first run fails, all scores tie, or three or more tie for the best, the search goes on through the decades on
+    both sides of the best, up to the nearest worse score. If these all fail or tie, it tries the half decades, too.
 
     Args:
         start: first beta.
         mode: "max" if a higher score is better, "min" if a lower one is.
         decades: how far from `start` to look, in either direction.
-        resolution: stop when the next step in log10 beta would be smaller.
-        noise: scores that differ by no more than this tie; about four times their standard deviation over seeds.
-        largest_beta: no beta above it is tried; None for no bound. The paper's is where the exponential of a logit
+        resolution: stop when the next step in log10 beta would be smaller than this.
+        noise: scores that differ by no more than this tie. Use about four times their standard deviation over seeds.
+        largest_beta: largest beta to try; None for no bound. The paper's bound is where the exponential of a logit
             overflows: 709 in float64 and 88.7 in float32, divided by the largest score.
 
     Raises:
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has an invalid value.
     """
 
     start: float = 1.0
@@ -59,15 +59,15 @@ class BetaSearch:
         require(self, "largest_beta", lambda beta: beta is None or self.start <= beta < math.inf, bound)
         self.start, self.resolution, self.noise = float(self.start), float(self.resolution), float(self.noise)
         self.largest_beta = None if self.largest_beta is None else float(self.largest_beta)
-        self._scores: dict[float, float] = {}  # log10(beta / start) to score; sums of powers of two, hence exact
+        self._scores: dict[float, float] = {}  # by log10(beta / start): sums of powers of two, hence exact
 
     def ask(self) -> float | None:
-        """The beta to try next, the same until it is told; None when the search is over."""
+        """Return the beta to try next, the same until its score is told; None when the search is over."""
         offset = self._next()
         return None if offset is None else self.start * 10**offset
 
     def tell(self, beta: float, score: float) -> None:
-        """Report the score of the beta last asked for, NaN or an infinity for a run that failed.
+        """Report the score of the beta last asked for; NaN or an infinity stands for a failed run.
 
         Raises:
             ValueError: `beta` is not the one that was asked for.
@@ -82,7 +82,7 @@ class BetaSearch:
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """Beta and score of the best trial so far; None while there is none that did not fail."""
+        """Beta and score of the best trial so far; None until a run has succeeded."""
         finite = self._finite()
         if not finite:
             return None
@@ -91,7 +91,7 @@ class BetaSearch:
 
     @property
     def at_edge(self) -> bool:
-        """True where `decades` or `largest_beta` ends the search right beside the best: a wider one may find better."""
+        """True if `decades` or `largest_beta` ends the search right beside the best: a wider one may find better."""
         finite = self._finite()
         finest: float = 2 ** math.floor(math.log2(1 / self.resolution))
         best = self._best(finite or [0.0])
@@ -103,29 +103,29 @@ class BetaSearch:
         return [(self.start * 10**offset, score) for offset, score in self._scores.items()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Options, trials and `at_edge`, ready for JSON."""
+        """Return options, trials and `at_edge`, ready for JSON."""
         options = asdict(self)
-        # Strict JSON knows no NaN: a failed run is written as None.
+        # Strict JSON has no NaN: a failed run is written as None.
         trials = [[offset, None if math.isnan(score) else score] for offset, score in self._scores.items()]
         return {**options, "trials": trials, "at_edge": self.at_edge}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> BetaSearch:
-        """Restore the search that `state_dict` described."""
-        options = {name: value for name, value in state.items() if name != "at_edge"}  # that follows from the trials
+        """Restore a search from its `state_dict`."""
+        options = {name: value for name, value in state.items() if name != "at_edge"}  # it follows from the trials
         trials = options.pop("trials")
         search = cls(**options)
         search._scores = {float(offset): math.nan if score is None else float(score) for offset, score in trials}
         return search
 
     def _next(self) -> float | None:
-        """The next trial as an offset in decades: a function of the trials so far, and of nothing else."""
+        """Return the next trial as an offset in decades, which depends only on the trials so far."""
         if not self._scores:
             return 0.0
         finite, tied = self._finite(), self._tied()
         if len(tied) >= 3 or len(tied) == len(finite) or math.isnan(self._scores[0.0]):
             offset = self._nearest_untried(1.0, tied)
-            # A single run that did not fail is where to look; without any, or among equals, it may lie between decades.
+            # Look around a single run that succeeded. If none did, or all tie, the best may lie between decades.
             if offset is None and len(tied) == len(finite) != 1:
                 return self._nearest_untried(0.5, tied) if self.resolution <= 0.5 else None
             if offset is not None:
@@ -133,7 +133,7 @@ class BetaSearch:
         return self._bisect()
 
     def _bisect(self) -> float | None:
-        """The next trial beside the best one: by decades until it is bracketed, then by halves of the step before."""
+        """Return the next trial beside the best one: a decade away until it is bracketed, then half the step before."""
         step = 1.0
         best = self._best(offset for offset in self._scores if offset == int(offset))
         while step >= self.resolution:
@@ -141,12 +141,12 @@ class BetaSearch:
                 if offset not in self._scores and self._is_allowed(offset):
                     return offset
             step /= 2
-            # Of the trials on this grid: those of a finer one belong to a later halving.
+            # Only trials on this grid count: those on a finer one belong to a later halving.
             best = self._best(offset for offset in self._scores if offset % (2 * step) == 0)
         return None
 
     def _nearest_untried(self, step: float, tied: list[float]) -> float | None:
-        """The multiple of `step` nearest to the first of `tied` that no worse score on its side makes pointless."""
+        """Return the untried multiple of `step` nearest to the first of `tied`, short of the nearest worse scores."""
         worse = [offset for offset in self._finite() if offset not in tied]
         low = max((offset for offset in worse if offset < min(tied)), default=-math.inf)
         high = min((offset for offset in worse if offset > max(tied)), default=math.inf)
@@ -157,15 +157,15 @@ class BetaSearch:
         return min(untried, key=lambda offset: (abs(offset - centre), -offset), default=None)
 
     def _is_allowed(self, offset: float) -> bool:
-        highest = math.inf if self.largest_beta is None else self.largest_beta * (1 + 1e-9)  # rounding is forgiven
+        highest = math.inf if self.largest_beta is None else self.largest_beta * (1 + 1e-9)  # tolerates rounding
         return abs(offset) <= self.decades and self.start * 10**offset <= highest
 
     def _finite(self) -> list[float]:
-        """Offsets of the runs that did not fail, in order."""
+        """Return the offsets of the runs that succeeded, in order."""
         return [offset for offset, score in self._scores.items() if not math.isnan(score)]
 
     def _tied(self) -> list[float]:
-        """Offsets of the best score and of all that differ from it by no more than the noise, in order."""
+        """Return the offsets of the best score and of all scores within the noise of it, in order."""
         finite = self._finite()
         best = max(map(self._rank, finite), default=math.nan)
         return [offset for offset in finite if best - self._rank(offset) <= self.noise]

@@ -1,7 +1,7 @@
 """The paper's search for beta inside one training run: powers of ten, then bisection, judged by the loss.
 
-`betahook.control.base.apply` runs it. All units share one search, or search one after another, so that every number of
-the search is the same for all of them; tensors `[units]` all the same, as every controller's memory.
+`betahook.control.base.apply` runs it. All units share one search, or search one after another, so most numbers of the
+search are the same for all of them. They are tensors `[units]` nevertheless, like every controller's memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from betahook.control.search import limit_increase
 
 
 class Phase(IntEnum):
-    """Phases of the search. Checkpoints hold the numbers: never change one."""
+    """Phases of the search. Checkpoints store these numbers: never change one."""
 
     UNSEEN = 0  # before the first batch
     CENTRE = 1  # trial of the beta in the middle of a stage
@@ -30,23 +30,23 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Trial:
-    """The search before the next batch; log10 of beta and losses, `[units]` each.
+    """The search before the next batch, `[units]` each; beta is given as its log10.
 
-    A stage is one step size. Its first trial is the centre, the next are `reach` steps above and below it.
+    A stage consists of the trials with one step size: first its centre, then trials `reach` steps above and below it.
 
     Attributes:
         phase: the `Phase`, as a number.
-        turn: index of the unit that searches, or of all at once; the number of turns when the search is over.
-        batches: of this trial so far.
-        total: sum of their losses.
-        step: of this stage, in decades.
-        reach: steps from the centre to this trial.
-        side: 1 for a trial above the centre, -1 below.
-        open_above, open_below: 1 while trials go on above the centre, or below, 0 once one was worse than before.
-        score_above, score_below: of the outermost trial above, or below.
-        best_score: of the best trial of this stage; of the first window in `HOLD`, where it is NaN before.
-        centre: log10 of the beta in the middle; NaN before the first turn of a unit.
-        best: log10 of the beta of the best trial, as the bounds let it be.
+        turn: index of the unit that searches, 0 if all search together; the number of turns when the search is over.
+        batches: number of batches of this trial so far.
+        total: sum of the losses of these batches.
+        step: step size of this stage, in decades.
+        reach: number of steps from the centre to this trial.
+        side: 1 for a trial above the centre, -1 for one below.
+        open_above, open_below: 1 while trials go on above (below) the centre, 0 once one was worse than the one before.
+        score_above, score_below: loss of the outermost trial above (below).
+        best_score: loss of the best trial of this stage; in `HOLD`, loss of the first window, NaN before its end.
+        centre: log10 of the beta in the middle of the stage; NaN before the first turn of a unit.
+        best: log10 of the beta of the best trial, after the bounds; NaN for a unit that is not in use yet.
     """
 
     phase: Tensor
@@ -65,7 +65,7 @@ class Trial:
     best: Tensor
 
     def having(self, where: Tensor, **changes: Tensor | float) -> Trial:
-        """Return the same trial with new values of some attributes where `where` is true."""
+        """Return a copy with new values of some attributes in the units where `where` is true."""
         return replace(
             self, **{name: torch.where(where, value, getattr(self, name)) for name, value in changes.items()}
         )
@@ -73,31 +73,30 @@ class Trial:
 
 @dataclass(frozen=True, repr=False)
 class Decades(Controller):
-    """Try `beta = 10^N` and `10^-N` for N = 0, 1, 2, ..., a window of batches each; then bisect log beta.
+    """Try `beta = 10^N` and `10^-N` for N = 0, 1, 2, ..., for a window of batches each; then bisect log beta.
 
-    The paper's second algorithm inside one training run. A side ends where a trial has a higher loss than the one
-    before it; then half a decade above and below the best is tried, a quarter, and so on. Each of these stages tries
-    its middle again, since meanwhile training went on. A loss that is NaN or infinite is worse than any number. A step
-    that float16 training skipped is no batch of a trial, but where its loss is not finite; one without a loss never is.
-    At the end the best beta stands, until the loss drifts: then the search begins again around it.
+    The paper's second algorithm inside one training run. A side ends when a trial has a higher loss than the one before
+    it. Then half a decade above and below the best beta is tried, then a quarter, and so on. Each of these stages tries
+    its middle again, since training has gone on meanwhile. A loss that is NaN or infinite is worse than any number. A
+    step that float16 training skipped counts as a batch only if its loss is not finite; a step without a loss never
+    counts. At the end the best beta stays until the loss drifts; then the search begins again around it.
 
-    The paper trains anew for every trial. Here one training goes on through them, which has two consequences: trials
-    at bad betas leave their mark on the weights, and while the loss falls by itself, a later trial has the better one.
+    The paper trains anew for every trial. Here one training run goes through all trials, with two consequences: trials
+    at bad betas leave their mark on the weights, and while the loss falls anyway, later trials have the lower loss.
 
-    It needs the loss: that of the model's output, or `Hook.step(loss=...)`.
+    It needs a loss, from the model's output or from `Hook.step(loss=...)`.
 
     Args:
-        window: batches of a trial.
+        window: batches per trial.
         relative: try multiples of the model's own beta, instead of 10^N itself.
-        together: search one factor for all layers at once; False for one layer after another, or one head, of those
-            in use.
+        together: search one factor for all layers at once; if False, search layers (or heads) in use one after another.
         decades: largest N.
-        resolution: the search ends where the next step would be smaller, in decades.
-        drift: share by which the loss of a window differs from that of the first window after the search where the
-            search begins again.
+        resolution: the search ends when the next step, in decades, would be smaller than this.
+        drift: the search begins again when the loss of a window differs by this share from that of the first window
+            after the search.
 
     Raises:
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has an invalid value.
     """
 
     uses_loss: ClassVar[bool] = True
@@ -126,7 +125,7 @@ class Decades(Controller):
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         trial = Trial(**state)
         own = observation.beta_default.to(beta).log10()
-        trial = trial.having(trial.best.isnan(), best=own)  # layers that are first used later come in later
+        trial = trial.having(trial.best.isnan(), best=own)  # layers that are first used later join later
         due, score, trial = self._count(trial, observation.loss().to(beta), observation.has_loss())
         judged = self._judge(trial, due, score, beta.log10())
         after = self._drifted(trial, due, score, self._go_on(trial, judged, due))
@@ -139,7 +138,7 @@ class Decades(Controller):
         moved, memory = limit_increase(10**wanted, beta, observation.overflow, observation), asdict(after)
         if observation.batches > 0:
             return moved, memory
-        # A skipped step is no batch, but where the loss itself is not finite: such a beta would never get one.
+        # A skipped step is not a batch unless the loss itself is not finite: such a beta would never get a batch.
         failed = ~observation.loss().isfinite()
         return torch.where(failed, moved, beta), {x: torch.where(failed, memory[x], state[x]) for x in memory}
 
@@ -152,14 +151,14 @@ class Decades(Controller):
         return [_note(*values) for values in torch.stack([column.to(beta) for column in columns]).T.tolist()]
 
     def _searches(self, trial: Trial) -> Tensor:
-        """Tell which units take part in this trial."""
+        """Return which units take part in this trial, boolean."""
         turns = (
             torch.zeros_like(trial.turn) if self.together else torch.arange(len(trial.turn), device=trial.turn.device)
         )
         return turns == trial.turn
 
     def _turn_from(self, turn: Tensor | float, trial: Trial) -> Tensor | float:
-        """The first turn from this one on that is of a unit in use; the number of turns where there is none."""
+        """Return the first turn from `turn` on whose unit is in use, or the number of turns if there is none."""
         if self.together:
             return turn
         units = torch.arange(len(trial.turn), device=trial.turn.device)
@@ -167,7 +166,7 @@ class Decades(Controller):
         return torch.where(left, units, len(units)).amin().expand_as(units)
 
     def _count(self, trial: Trial, loss: Tensor, has_loss: Tensor) -> tuple[Tensor, Tensor, Trial]:
-        """Count a batch with a loss; tell where the window is full, and its mean loss, infinite where it failed."""
+        """Count a batch with a loss; return where the window is full, and its mean loss, infinite if it failed."""
         seen = (trial.phase != Phase.UNSEEN) & has_loss
         batches, total = trial.batches + seen, trial.total + torch.where(seen, loss, 0)
         due = batches >= self.window
@@ -175,7 +174,7 @@ class Decades(Controller):
         return due, score, replace(trial, batches=torch.where(due, 0, batches), total=torch.where(due, 0, total))
 
     def _judge(self, trial: Trial, due: Tensor, score: Tensor, log_beta: Tensor) -> Trial:
-        """Compare a finished trial with the best of its stage and with its neighbour, and close what is worse."""
+        """Compare a finished trial with the best of its stage and with its neighbour, and close sides that worsen."""
         first, beside = due & (trial.phase == Phase.CENTRE), due & (trial.phase == Phase.SIDES)
         above, below = beside & (trial.side > 0), beside & (trial.side < 0)
         last = trial.reach >= torch.where(trial.step < 1, 1, self.decades)
@@ -203,7 +202,7 @@ class Decades(Controller):
         return after.having(over & (after.turn >= turns), phase=Phase.HOLD, best_score=torch.nan)
 
     def _drifted(self, trial: Trial, due: Tensor, score: Tensor, after: Trial) -> Trial:
-        """Begin anew around the best beta where the loss in `HOLD` is another than at first."""
+        """Begin again around the best beta if the loss in `HOLD` has drifted from that of its first window."""
         holds = due & (trial.phase == Phase.HOLD)
         near = (score - trial.best_score).abs() <= self.drift * trial.best_score.abs()
         near = torch.where(trial.best_score.isinf(), score.isinf(), near)
@@ -213,7 +212,7 @@ class Decades(Controller):
 
 
 def _note(searches: float, was_tried: float, phase: float, beta: float, best: float, score: float) -> Note:
-    """Explain one unit."""
+    """Explain what the search did with one unit."""
     stage = Phase(int(phase))
     if stage is Phase.HOLD and not was_tried:
         return Note(stage, reason="was not in use when its turn came")

@@ -1,4 +1,4 @@
-"""Checks of what controllers remember: what no checkpoint could hold is refused in the first step, and not when loaded.
+"""Checks of the memory of controllers, which refuse in the first step, not on loading, what no checkpoint could hold.
 
 `betahook.control.base.apply` calls them. They look at shapes and dtypes only, and read no value back to the host.
 """
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
-"""Dtypes of the tensors of a memory."""
+"""Dtypes that the tensors of a memory may have."""
 SEPARATOR = "/"
-"""Between the names on the way to a tensor in a checkpoint."""
+"""Separator between the names that lead to a tensor in a checkpoint."""
 
 
 def started(owner: Any, beta: Tensor) -> dict[str, Tensor]:
-    """Return the memory that a controller begins with, checked.
+    """Return the memory that a controller starts with, after checking it.
 
     Raises:
-        ValueError: a name is none that a checkpoint can hold.
-        TypeError: it is no dictionary of tensors; or one of them is not `[units]`, or of another dtype.
+        ValueError: a checkpoint cannot hold one of its names.
+        TypeError: it is not a dictionary of tensors, or one of them is not `[units]` or not of a dtype in `DTYPES`.
     """
     memory: dict[str, Tensor] = owner.start(beta)
     if not isinstance(memory, dict) or not all(isinstance(value, Tensor) for value in memory.values()):
@@ -46,8 +46,8 @@ def check_updated(owner: object, memory: Mapping[str, object], before: Mapping[s
     """Check the memory that an update returned.
 
     Raises:
-        ValueError: its names are not those of before.
-        TypeError: a tensor is of another shape or kind than before.
+        ValueError: its names differ from those before.
+        TypeError: a tensor has another shape or kind of dtype than before.
     """
     if memory.keys() != before.keys():
         raise ValueError(
@@ -64,10 +64,10 @@ def check_updated(owner: object, memory: Mapping[str, object], before: Mapping[s
 
 
 def is_of_kind(value: Tensor, like: Tensor) -> bool:
-    """Tell if a tensor of a memory is of the dtype of another, or both are floats."""
+    """Return whether two tensors of a memory have the same dtype, or are both float32 or float64."""
     return value.dtype == like.dtype or {value.dtype, like.dtype} <= {torch.float32, torch.float64}
 
 
 def _described(value: object) -> str:
-    """Describe in a message what may be a tensor."""
+    """Describe a value for a message: a tensor by its dtype and shape."""
     return f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

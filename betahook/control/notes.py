@@ -1,6 +1,6 @@
-"""Notes in which controllers explain themselves: phase, last move and reason. Values on the host, for people.
+"""Notes in which controllers explain themselves to people: phase, last move and reason, as values on the host.
 
-`Controller.explain` writes them, `stages.explain` puts those of a layer together. Nothing in training depends on them.
+`Controller.explain` writes them, and `stages.explain` combines those of a layer. Nothing in training depends on them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class Note:
     """The state of a controller for one beta, in words.
 
     Attributes:
-        phase: of the controller; None if it has no phases.
-        move: its last move of beta in decades, with a sign; 0 for none, or for one at every step.
-        reason: for that move, or for holding beta; empty if there is nothing to say.
+        phase: phase of the controller; None if it has no phases.
+        move: its last move of beta in decades, signed; 0 if there was none, or if it moves beta in every step.
+        reason: the reason for that move, or for holding beta; empty if there is nothing to say.
     """
 
     phase: IntEnum | None = None
@@ -27,7 +27,7 @@ class Note:
 
     @property
     def phase_name(self) -> str:
-        """The phase as a word, empty for none."""
+        """The phase as a word, such as `warm-up`; empty if there is none."""
         return "" if self.phase is None else self.phase.name.lower().replace("_", "-")
 
     def __str__(self) -> str:
@@ -35,10 +35,10 @@ class Note:
 
 
 def checked(owner: object, notes: Sequence[Note], units: int) -> Sequence[Note]:
-    """Return the notes of a controller on its betas.
+    """Return the notes of a controller on its betas, after checking them.
 
     Raises:
-        TypeError: they are not one for each of the `units`, nor none at all.
+        TypeError: there is neither a note for each of the `units` nor none at all.
     """
     are_notes = isinstance(notes, Sequence) and all(isinstance(note, Note) for note in notes)
     if not are_notes or len(notes) not in (0, units):
@@ -47,7 +47,7 @@ def checked(owner: object, notes: Sequence[Note], units: int) -> Sequence[Note]:
 
 
 def joined(notes: Sequence[Note]) -> Note:
-    """Put together the notes of several controllers on one beta, in their order."""
+    """Combine the notes of several controllers on one beta, in their order."""
     return Note(
         next((note.phase for note in notes if note.phase is not None), None),
         next((note.move for note in notes if note.move), 0.0),
@@ -56,14 +56,14 @@ def joined(notes: Sequence[Note]) -> Note:
 
 
 def pooled(notes: Sequence[Note]) -> Note:
-    """Put together the notes on the heads of a layer: the commonest phase and reason, and the mean move."""
+    """Combine the notes on the heads of a layer: the most common phase and reason, and the mean move."""
     (common, count), *_ = Counter(replace(note, move=0.0) for note in notes).most_common(1)
     share = f" ({count} of {len(notes)} heads)" if count < len(notes) and common.reason else ""
     return Note(common.phase, sum(note.move for note in notes) / len(notes), common.reason + share)
 
 
 def downhill(direction: float) -> str:
-    """Say why a controller that descends moves in a direction: up above 0, down below."""
+    """Explain why a descending controller moves beta in `direction`: up if positive, down if negative."""
     if direction == 0:
         return "the loss does not depend on beta"
     return f"a {'larger' if direction > 0 else 'smaller'} beta lowers the loss"

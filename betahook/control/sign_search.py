@@ -1,4 +1,4 @@
-"""The search part of `betahook.control.search`: a sign descent on log beta. Pure functions of tensors `[units]`."""
+"""The search phase of `betahook.control.search`: a sign descent on log beta. Pure functions of tensors `[units]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from betahook.control.base import Memory
 class SignSearch:
     """Step log beta against the sign of the sensitivity, summed over a window.
 
-    Rprop's rule (Riedmiller and Braun, 1993): the step halves when the sign turns, and grows while it persists. The
+    Rprop's rule (Riedmiller and Braun, 1993): the step halves when the sign changes, and grows while it persists. The
     options are those of `Search`.
     """
 
@@ -25,20 +25,20 @@ class SignSearch:
     largest: float
 
     def start(self, beta: Tensor) -> Memory:
-        """Make the memory before the first batch."""
+        """Create the memory before the first batch."""
         zero = torch.zeros_like(beta)
         return {
-            "batches": zero,  # of the window so far, and the sensitivity summed over them
-            "total": zero,
-            "direction": zero,  # of the last step, and its size
-            "step": zero + self.opening,
+            "batches": zero,  # batches of the window so far
+            "total": zero,  # sensitivity summed over them
+            "direction": zero,  # sign of the last step
+            "step": zero + self.opening,  # its size
         }
 
     def advance(self, searching: Tensor, sensitivity: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """Count a batch where `searching`; each unit has windows of its own.
+        """Count a batch in units where `searching` is true; each unit has windows of its own.
 
         Returns:
-            The step in decades, 0 but at the end of a window, and the memory.
+            The step in decades, which is 0 except at the end of a window, and the memory.
         """
         elsewhere = ~searching
         batches = (state["batches"] + 1).masked_fill(elsewhere, 0)
@@ -48,15 +48,15 @@ class SignSearch:
         return decades, {"batches": batches.masked_fill(due, 0), "total": total.masked_fill(due, 0), **moved}
 
     def finish(self, total: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """End the windows of all units, in which the sensitivity was `total`; the rest is as in `advance`."""
+        """End the windows of all units at once, given the sensitivity summed over each; returns as `advance` does."""
         decades, moved = self._step(-total.sign(), state)
         zero = torch.zeros_like(total)
         return decades, {"batches": zero, "total": zero, **moved}
 
     def _step(self, direction: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """Return a step in some direction, 0 for none, and what is remembered of it."""
+        """Return a step in `direction`, 0 for no step, and the new direction and step size for the memory."""
         agreement = direction * state["direction"]
-        # Where no window ends there is neither agreement nor a turn, and the step stays as it was.
+        # Where no window ends, `agreement` is 0 and the step size stays as it was.
         step = state["step"] * (self.growth**agreement).masked_fill(agreement < 0, 0.5)
         step = step.clamp(self.smallest, self.largest)
         return direction * step, {"direction": torch.where(direction != 0, direction, state["direction"]), "step": step}
