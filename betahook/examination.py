@@ -1,6 +1,6 @@
-"""`examine`: look at the attention of a model that is not in training, by forwards alone.
+"""`examine`: look at the attention of a model that is not in training, with forward passes alone.
 
-Stands above `betahook.hook`; the command `betahook examine` calls it. The model is left as it was.
+It builds on `betahook.hook`, and the command `betahook examine` calls it. The model is left as it was.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from betahook.report.precision import Precision
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything that forwards show of the attention of a model; prints as text.
+    """Everything that forward passes show about the attention of a model; prints as text.
 
     Attributes:
-        batches: number of forwards.
-        findings: the condition of each layer in words, heads in another one beside it.
-        metrics: as from `Hook.metrics`, of all batches together; the sensitivity, which needs a backward, is left out.
-        head_metrics: the same for each head, tensors `[heads]` on the CPU.
+        batches: number of forward passes.
+        findings: the condition of each layer in words, and of heads that differ from their layer.
+        metrics: as from `Hook.metrics`, over all batches; without the sensitivity, which needs a backward pass.
+        head_metrics: the same for each head, as tensors `[heads]` on the CPU.
         audit: the paper's assumptions behind 1/sqrt(d_k).
-        precision: what float16, bfloat16 and float8 would make of the scores, three entries a layer.
+        precision: the effect of float16, bfloat16 and float8 on the scores, three entries per layer.
     """
 
     batches: int
@@ -62,22 +62,22 @@ class Examination:
 def examine(
     model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], *, layers: LayerChoice | None = None
 ) -> Examination:
-    """Look at the attention of a trained model: forwards only, in evaluation mode and without gradients.
+    """Look at the attention of a trained model, with forward passes in evaluation mode and without gradients.
 
         print(betahook.examine(model, batches))
 
-    The largest logit is that of all pairs. Memory does not grow with the number of batches. Afterwards the model, its
-    modes and the state of the random generators are as before. One process of several may examine its model alone, by
-    its own batches; where weights are in shards, all must call, and have the statistics of the batches of all.
+    The largest logit is taken over all pairs. Memory does not grow with the number of batches. Afterwards the model,
+    its modes and the random state are as before. One process of several may examine its model alone, on its own
+    batches; but if weights are sharded, all processes must call, and each gets the statistics of all batches.
 
     Args:
-        model: any model that `attach` takes, not hooked.
-        batches: what the model is called with: keyword arguments, or one tensor, on its device.
+        model: any model that `attach` accepts, not hooked.
+        batches: inputs of the model, on its device: each a mapping of keyword arguments, or one tensor.
         layers: as for `attach`.
 
     Raises:
-        ValueError: there is no batch; or as `attach`.
-        TypeError: a batch is neither a mapping nor a tensor; or `batches` is a single one.
+        ValueError: there is no batch, or as for `attach`.
+        TypeError: a batch is neither a mapping nor a tensor, or `batches` is a single batch.
         RuntimeError: the model is hooked already.
     """
     if isinstance(model, nn.Module) and hooks_of(model):
@@ -92,11 +92,11 @@ def examine(
 
 @torch.no_grad()
 def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) -> Examination:
-    """Examine a model with the beta of its hook, which measures in evaluation mode and leaves beta where it is."""
+    """Examine a hooked model as it is; its hook must measure in evaluation mode and leave beta where it is."""
     if isinstance(batches, Mapping | Tensor):
         raise TypeError(f"examine() takes an iterable of batches; got one {type(batches).__name__}: put it into a list")
     count = 0
-    hook._state.exact_max_logit = True  # sampled rows are the same ones in all batches: some tokens are in none
+    hook._state.exact_max_logit = True  # sampled rows are the same in every batch: some positions would be in none
     hook._state.is_local = not any(map(_is_in_shards, hook.model.parameters()))
     with evaluating(hook.model), RandomState(hook.model).kept():
         for batch in _each(batches):
@@ -112,7 +112,7 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
 
 
 def _is_in_shards(parameter: Tensor) -> bool:
-    """Tell if a forward needs other processes for a parameter."""
+    """Return whether a forward pass needs other processes for a parameter."""
     return materialise.is_sharded(parameter) or materialise.is_in_parts(parameter)
 
 

@@ -10,7 +10,7 @@ LOGGER = logging.getLogger("betahook")
 
 
 class _LastResort(logging.StreamHandler[TextIO]):
-    """The last resort of `logging` for a program that configured none, with the name before the message."""
+    """A handler of last resort, as in `logging`, which puts the name before the message."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self, logging.WARNING)
@@ -18,7 +18,7 @@ class _LastResort(logging.StreamHandler[TextIO]):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr  # as it is now: notebooks replace it
+        return sys.stderr  # looked up each time, since notebooks replace it
 
     def emit(self, record: logging.LogRecord) -> None:
         if LOGGER.handlers == [self] and not logging.root.handlers:
@@ -26,6 +26,6 @@ class _LastResort(logging.StreamHandler[TextIO]):
 
 
 def name_warnings() -> None:
-    """Show warnings as `[betahook] ...` in programs that configure no logging; in the others nothing changes."""
+    """Show warnings as `[betahook] ...` in programs that configure no logging; change nothing in others."""
     if not LOGGER.handlers:
         LOGGER.addHandler(_LastResort())

@@ -1,4 +1,4 @@
-"""The arguments of `attach`, checked: every message says what was given and what to give instead."""
+"""Checks of the arguments of `attach`, which calls them: every message says what was given and what to give instead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class UnsupportedModelError(ValueError):
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what is not a model, or cannot be hooked as it is now."""
+    """Refuse an object that is not a model, or a model that cannot be hooked as it is now."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach() takes a torch module, the model itself; got {_named(model)}")
     name = type(model).__name__
@@ -60,7 +60,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_parts(model: nn.Module, name: str) -> None:
-    """Refuse a composite of saved models, each with a config of its own, of which one waits for its beta."""
+    """Refuse a composite of saved models, each with its own config, if one of them still needs its beta restored."""
     for path, part in model.named_modules():
         if checkpoint.is_marked(part):
             is_code = all(map(str.isidentifier, path.split(".")))
@@ -75,10 +75,10 @@ def _check_parts(model: nn.Module, name: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of `attach` that stay fixed in training, and are saved with the state of the hook.
+    """Options of `attach` that stay fixed during training, and are saved with the state of the hook.
 
     Raises:
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has an invalid value.
         TypeError: an option has the wrong type.
     """
 
@@ -94,7 +94,7 @@ class Settings:
             raise TypeError(f"exact_max_logit must be True or False; got {self.exact_max_logit!r}")
         if not isinstance(self.interval, Integral) or isinstance(self.interval, bool) or self.interval < 1:
             raise ValueError(f"interval must be a whole number of steps, 1 or more; got {self.interval!r}")
-        object.__setattr__(self, "interval", int(self.interval))  # one of numpy is none that JSON can hold
+        object.__setattr__(self, "interval", int(self.interval))  # JSON cannot hold an integer of numpy
         if self.when not in ("training", "always"):
             raise ValueError(f'when must be "training" or "always"; got {self.when!r}')
 
@@ -107,7 +107,7 @@ def resolve(
     exact_max_logit: bool,
     alerts: Alerts | None,
 ) -> tuple[list[Controller], Settings]:
-    """Return the controllers of a hook, and its settings, with what the controllers and the alerts need among them."""
+    """Return the controllers and the settings of a hook, with the settings that controllers and alerts require."""
     chain = controllers(controller)
     if not isinstance(alerts, Alerts | None):
         raise TypeError(f"alerts must be betahook.Alerts or None; got {alerts!r}")
@@ -120,11 +120,11 @@ def resolve(
 
 
 def controllers(choice: ControllerChoice) -> list[Controller]:
-    """Return the rules of a hook, in order.
+    """Return the controllers of a hook, in order.
 
     Raises:
-        ValueError: there is no choice of this name, or the list is empty.
-        TypeError: it is no controller and no list of them, or no checkpoint could name its options.
+        ValueError: the choice is an unknown name or an empty list.
+        TypeError: it is neither a controller nor a list of them, or a checkpoint could not record its options.
     """
     if choice == "default":
         return [Search()]
@@ -144,14 +144,14 @@ def controllers(choice: ControllerChoice) -> list[Controller]:
 
 
 def _named(given: object) -> str:
-    """Name what was given for something else by its type; a name is written out."""
+    """Describe a wrong argument in a message: a string by its repr, anything else by its type."""
     if isinstance(given, type):
         return f"the class {given.__name__}, not an instance"
     return repr(given) if isinstance(given, str) else type(given).__name__
 
 
 def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
-    """Survey the attention modules of a model; of those that betahook can attach to, return only the chosen ones."""
+    """Survey the attention modules of a model, keeping only the chosen ones of those that betahook can attach to."""
     name, is_chosen = type(model).__name__, predicate(choice)
     seen = survey(model)
     if not seen.found:
@@ -176,7 +176,7 @@ def predicate(choice: LayerChoice | None) -> Callable[[str, nn.Module], bool]:
     """Return a choice of layers as a function of name and module.
 
     Raises:
-        TypeError: it is no such choice.
+        TypeError: it is neither globs nor a function.
     """
     if callable(choice):
         return choice
@@ -187,5 +187,5 @@ def predicate(choice: LayerChoice | None) -> Callable[[str, nn.Module], bool]:
 
 
 def _globs(choice: str | Sequence[str] | None) -> Sequence[str]:
-    """Return a choice of layers that is no predicate as globs."""
+    """Return a choice of layers that is not a predicate as a list of globs."""
     return ["*"] if choice is None else [choice] if isinstance(choice, str) else choice

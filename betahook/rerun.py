@@ -1,7 +1,7 @@
-"""Run a hooked model again on its last input, and compare what it returns.
+"""Run a hooked model again on its last input, and compare its outputs.
 
-`fold` and the clipping of weights check themselves by this; `examine` and the audit use its contexts. Afterwards the
-model, its hook and the random state are as they were, whatever happens.
+`fold` and the clipping of weights verify themselves in this way, and the audit measures correlations in such a run.
+Afterwards the model, its hook and the random state are as they were, whatever happens.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from betahook.models.torch_calls import copied
 from betahook.tap.last_call import LastCall
 
 CHUNK = 2**24
-"""How many entries of an output are compared at once: logits may be large, and their differences take float64."""
+"""Number of entries of an output compared at once, since logits may be large and their differences take float64."""
 
 
 ELSEWHERE = "on another rank, whose error says why"
-"""Words for an error that this rank did not raise."""
+"""Words in a message for an error that this rank did not raise."""
 
 
 class Hooked(Protocol):
-    """A `Hook`, as far as running its model again is concerned."""
+    """The parts of a `Hook` that are needed to run its model again."""
 
     model: nn.Module
     last_call: LastCall
@@ -39,13 +39,13 @@ class Hooked(Protocol):
 
 @contextmanager
 def without_side_effects(hook: Hooked) -> Iterator[None]:
-    """Evaluation mode in full precision, without caches, compilation and measuring; afterwards all is as it was."""
+    """Set evaluation mode and full precision, without caches, compilation and measuring; restore all afterwards."""
     configs = {id(c): c for c in (getattr(m, "config", None) for m in hook.model.modules()) if c is not None}
     with ExitStack() as stack:
         stack.enter_context(hook.pause())
         stack.callback(setattr, hook.last_call, "input", hook.last_call.input)
         stack.enter_context(eagerly())
-        stack.enter_context(full_precision())  # a check could not tell an error from the rounding of TF32
+        stack.enter_context(full_precision())  # else a check could not distinguish errors from TF32 rounding
         for config in configs.values():
             if getattr(config, "use_cache", False) is True:
                 config.use_cache = False
@@ -55,34 +55,34 @@ def without_side_effects(hook: Hooked) -> Iterator[None]:
 
 
 def run_model(hook: Hooked) -> list[Tensor]:
-    """The floating-point tensors that the last call returns when it runs again, without a cache."""
-    return [tensor.clone() for tensor in tensors(_output(hook))]  # one of them may be a weight
+    """Run the last call again without a cache, and return the floating-point tensors of its output."""
+    return [tensor.clone() for tensor in tensors(_output(hook))]  # an output may be a weight itself
 
 
 def does_not_run(hook: Hooked, error: Exception | None) -> str:
-    """Say that the last call does not run again: for an `error` here, or with None on another rank."""
+    """Return the message that the last call does not run again: `error` is of this rank, None of another rank."""
     found = ELSEWHERE if error is None else f"{type(error).__name__}: {error}"
     return f"{type(hook.last_call.module).__name__} does not run again on the input of its last forward ({found})"
 
 
 def loss(hook: Hooked) -> Tensor:
-    """The loss that the last call returns when it runs again, a scalar.
+    """Run the last call again and return its loss, a scalar.
 
-    NaN where it returns none, had no input or does not run again: one rank alone must not leave the others waiting.
+    NaN if it returns none, had no input or does not run again: one rank alone must not leave the others waiting.
     """
     found = None
     if hook.last_call.input is not None:
-        with suppress(Exception):  # whatever code of the model raises; `fold` says which
+        with suppress(Exception):  # the model may raise anything; `fold` reports it
             found = loss_in(_output(hook))
     device = next(hook.model.parameters()).device
     return found.detach().mean().float() if isinstance(found, Tensor) else torch.full((), math.nan, device=device)
 
 
 def loss_in(output: Any) -> Any:
-    """The loss in what a model returns: under that name, or the scalar of a pair, as in `logits, loss`, or all of it.
+    """Return the loss in the output of a model; None if there is none.
 
-    The name may be an attribute or a key of a mapping. None if there is none. A scalar among more tensors may be
-    something else, such as the temperature of CLIP.
+    It is the attribute or key `loss`, the only scalar of a pair such as `logits, loss`, or the output itself. A scalar
+    among more tensors may be something else, such as the temperature of CLIP.
     """
     if isinstance(output, Tensor) or (type(output) in (tuple, list) and len(output) == 2):
         parts = [output] if isinstance(output, Tensor) else output
@@ -90,7 +90,7 @@ def loss_in(output: Any) -> Any:
         return scalars[0] if len(scalars) == 1 else None
     try:
         found = getattr(output, "loss", None)
-    except Exception:  # a KeyError, say, of a mapping that looks up attributes among its keys
+    except Exception:  # a KeyError, e.g., of a mapping that looks up attributes among its keys
         found = None
     return output.get("loss") if not isinstance(found, Tensor) and isinstance(output, Mapping) else found
 
@@ -101,13 +101,13 @@ def _output(hook: Hooked) -> Any:
     args, kwargs = given
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
     with RandomState(hook.model).kept(), ExitStack() as afterwards:
-        afterwards.callback(materialise.reshard, hook.model)  # which the caller may write to
+        afterwards.callback(materialise.reshard, hook.model)  # the caller may write to weights
         args, kwargs = copied((args, kwargs))
         return module(*args, **kwargs)
 
 
 def tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
-    """The floating-point tensors in nested tuples, lists, dictionaries and objects."""
+    """Yield the floating-point tensors in nested tuples, lists, dictionaries and objects."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield from output.unbind() if output.is_nested else [output]
@@ -119,9 +119,9 @@ def tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
 
 
 def distances(one: Sequence[Any], other: Sequence[Any]) -> Tensor:
-    """Norm of the difference of each pair of outputs, `[pairs]`, float64 on the CPU.
+    """Return the norm of the difference of each pair of outputs, `[pairs]`, float64 on the CPU.
 
-    NaN if shapes differ; what is NaN or infinite in both does not count.
+    NaN if shapes differ; entries that are NaN in both, or the same infinity, do not count.
     """
     return torch.tensor([_distance(a, b) for a, b in zip(one, other, strict=True)], dtype=torch.double, device="cpu")
 
@@ -129,7 +129,7 @@ def distances(one: Sequence[Any], other: Sequence[Any]) -> Tensor:
 def _distance(one: Any, other: Any) -> float:
     total = 0.0
     for a, b in zip(tensors(one), tensors(other), strict=True):
-        if a.shape != b.shape:  # of a length that is drawn, say
+        if a.shape != b.shape:  # e.g. of an output of random length
             return math.nan
         for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
             alike = (x == y) | (x.isnan() & y.isnan())
@@ -138,7 +138,7 @@ def _distance(one: Any, other: Any) -> float:
 
 
 def norms(outputs: Sequence[Any]) -> Tensor:
-    """Norm of what is finite in each output, `[outputs]`, float64 on the CPU."""
+    """Return the norm of the finite entries of each output, `[outputs]`, float64 on the CPU."""
     return torch.tensor([_norm(output) for output in outputs], dtype=torch.double, device="cpu")
 
 
@@ -148,5 +148,5 @@ def _norm(output: Any) -> float:
 
 
 def coarsest_eps(nested: Any) -> float:
-    """Machine epsilon of the coarsest dtype of nested tensors; 0 without any."""
+    """Return the machine epsilon of the coarsest dtype among nested tensors; 0 without tensors."""
     return max((torch.finfo(tensor.dtype).eps for tensor in tensors(nested)), default=0.0)

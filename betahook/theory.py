@@ -1,7 +1,7 @@
 """The formulas of the paper: the standard deviation that theory predicts for the scores.
 
-Three predictions, from the strongest to the weakest assumptions; the gap between them and the measured value tells
-which assumption of W. Chuang, "The scaling factor in self-attention" (2023), does not hold:
+There are three predictions, from the strongest to the weakest assumptions. Their gaps to the measured value show which
+assumption of W. Chuang, "The scaling factor in self-attention" (2023), does not hold:
 
 (i)   the shapes: `d_k` components per head;
 (ii)  unit variance of the projections of the input;
@@ -56,11 +56,12 @@ def product_variance(query_mean: Tensor, query_variance: Tensor, key_mean: Tenso
 
 
 def spectral_ratio(weight: Tensor) -> Tensor:
-    """Ratio of the largest singular value of `weight [m, n]` to that of independent entries of its size: a scalar.
+    """Ratio of the largest singular value of `weight [m, n]` to that of a random matrix of its size and std: a scalar.
 
-    Independent entries with mean 0 and standard deviation sigma give `sigma (sqrt(m) + sqrt(n))` in the limit of large
-    matrices (Bai and Yin, 1993). Found by power iteration, hence from below: 0.85 to 1.05 for random entries, soon 2
-    and more for weights that have learned something, whose first singular values stand out. 0 for a matrix of zeros.
+    A matrix of independent entries with mean 0 and standard deviation sigma has `sigma (sqrt(m) + sqrt(n))` in the
+    limit of large matrices (Bai and Yin, 1993). Power iteration approaches the ratio from below: it is 0.85 to 1.05 for
+    random entries, soon 2 and more for weights that have learned, whose first singular values stand out, and 0 for a
+    matrix of zeros.
     """
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     rows, columns = weight.shape

@@ -166,7 +166,7 @@ class Opening:
         return replace(course, phase=phase, left=course.left.masked_fill(climbs, self.rise_batches))
 
     def climb(self, course: Course, observation: Observation) -> Tensor:
-        """Return the decades to rise in this batch: an equal share of the rest, or less to hold the std of the logits."""
+        """Return the decades to rise in this batch: an equal share of the rest, or less to hold the logit std."""
         top = observation.beta_default * 10**self.rise_decades
         share = (top / course.beta).log10().clamp(min=0) / course.left
         return torch.minimum(share, (self.rise_logit_std / (course.beta * observation.statistics.std)).log10())
