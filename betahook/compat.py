@@ -42,7 +42,7 @@ REPLICATE = "_replicate_for_data_parallel"
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/decorators.py
 CALLED_BY_GRAPHS = "_dynamo_marked_constant"
-"""Attribute of a function that the compiler calls instead of tracing; setting it by torch's API would load the compiler."""
+"""Attribute of a function that the compiler calls instead of tracing; torch's API for it would load the compiler."""
 
 # https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py
 TRAINER_STATE = "trainer_state.json"

@@ -1,4 +1,4 @@
-"""Limits on the metrics, and a function to call where one is crossed."""
+"""Limits on the metrics, and a function that `Hook.metrics` calls when one is crossed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from betahook.report.findings import NAMED
 from betahook.report.names import ranges
 
 LIMITS = ("max_logit", "logit_std", "entropy")
-"""Quantities with a limit: the lowest value allowed of the entropy, the largest of the others."""
+"""Quantities that can have a limit: a lower one for the entropy, an upper one for the others."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Alert:
         step: number of steps of the hook so far.
         quantity: name of the metric: "max_logit", "logit_std", "entropy" or "at_bound".
         layer: name of the layer.
-        value: the metric; of "at_bound", beta, that of the first head at its bound.
-        limit: the limit; None for "at_bound": the bounds are those of the controllers.
-        heads: the heads at their bound, counted from 0, where others are not; else none.
+        value: the metric; for "at_bound", beta, or that of the first head in `heads`.
+        limit: the limit; None for "at_bound", whose bounds are those of the controllers.
+        heads: the heads at their bound, counted from 0, if others are not; else empty.
     """
 
     step: int
@@ -52,8 +52,8 @@ class Alert:
 class Alerts:
     """Limits on the metrics of a hook, `attach(model, alerts=Alerts(print, max_logit=50))`.
 
-    Checked when `Hook.metrics` is called, once a step: every logged step beyond a limit raises an alert, a step that
-    is not logged raises none.
+    They are checked when `Hook.metrics` is called, once per step: every logged step beyond a limit triggers an alert, a
+    step that is not logged triggers none.
 
     Args:
         on_alert: called with each `Alert`; an exception from it ends the training.
@@ -63,8 +63,8 @@ class Alerts:
         logit_std: alert above this std of the logits within rows; None for no alert.
 
     Raises:
-        ValueError: an option has a value that makes no sense, or there is no limit.
-        TypeError: `on_alert` cannot be called.
+        ValueError: an option has an invalid value, or there is no limit.
+        TypeError: `on_alert` is not callable.
     """
 
     on_alert: Callable[[Alert], object]
@@ -83,7 +83,7 @@ class Alerts:
             raise ValueError("Alerts without a limit never alert; give one, as in Alerts(print, max_logit=50)")
 
     def check(self, metrics: Mapping[str, float], step: int, layers: Layers) -> None:
-        """Call back for every limit that `metrics`, as from `Hook.metrics`, cross, with those heads of the `layers`."""
+        """Call `on_alert` for every limit that `metrics`, as from `Hook.metrics`, cross; `layers` name their heads."""
         for key, value in metrics.items():
             quantity, layer = key.split("/", 1)
             limit = getattr(self, quantity) if quantity in LIMITS else None
@@ -95,9 +95,9 @@ class Alerts:
 
 
 def _with_heads(alert: Alert, layer: AttentionLayer) -> Alert:
-    """Name the heads of a layer that are at their bound, of whose beta the mean says nothing."""
+    """Name the heads of a layer that are at their bound, which the layer's mean beta does not show."""
     beta = layer.head_beta
     heads = base.at_bound(beta, layer.head_beta_default).nonzero().flatten().tolist()
-    if len(heads) in (0, layer.heads):  # 0: the device rounds otherwise
+    if len(heads) in (0, layer.heads):  # 0 if the device rounds differently
         return alert
     return replace(alert, value=float(beta[heads[0]]), heads=tuple(heads))

@@ -1,7 +1,7 @@
 """The paper's assumptions behind `beta = 1/sqrt(d_k)`, layer by layer: what was measured against what was predicted.
 
-`Hook.audit` calls it. For the correlations the model runs once more: ordinary steps pay nothing for them, and the
-model, its hook and the random state are as before.
+`Hook.audit` calls it. To measure correlations, the model runs once more, so ordinary steps pay nothing for them. The
+model, its hook and the random state are left as they were.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from betahook.tap.recorder import ATTRIBUTE
 
 @dataclass(frozen=True)
 class LayerAudit:
-    """One layer. Each field names the assumption that it tests; NaN where W_q and W_k were not found.
+    """Audit of one layer. Each field names the assumption that it tests; NaN if W_q and W_k were not found.
 
     Attributes:
         name: module name.
         head_dim: (i) d_k.
-        query_width: (i) d_x, features that enter the query projection.
+        query_width: (i) d_x, the number of features that enter the query projection.
         projected_variance_q, projected_variance_k: (ii) `d_x sigma_X^2 sigma_W^2`, assumed to be 1.
         component_mean_q, component_mean_k: (iii) root mean square of the means of the components, assumed to be 0.
         component_variance_q, component_variance_k: (iii) mean variance of the components, assumed to be 1.
         covariance: (iv) measured variance of the scores over that of independent components; 1 without covariance. A
-            covariance within q alone, or within k alone, leaves the variance of the scores as it is and does not show.
-        correlations: (iii) and (iv) component by component, and between tokens, in the model's last forward; None where
-            that cannot run once more, see `Hook.audit`.
-        score_std: measured standard deviation of the scores, over the population, within heads.
-        predicted: what the three formulas of `betahook.theory` say it should be: "classic", "weights", "independent".
-        follows: the formula that comes closest, as a ratio.
+            covariance within q alone, or within k alone, does not change the variance of the scores and does not show.
+        correlations: (iii) and (iv) component by component, and between tokens, in the model's last forward pass; None
+            if that cannot be run again, see `Hook.audit`.
+        score_std: measured standard deviation of the scores within heads, a population std.
+        predicted: its predictions by the formulas of `betahook.theory`: "classic", "weights" and "independent".
+        follows: name of the prediction whose ratio to `score_std` is closest to 1; "none" if there is none.
     """
 
     name: str
@@ -64,7 +64,7 @@ class LayerAudit:
 
 
 def _correlated(*names: str) -> Callable[[LayerAudit], Sequence[float]]:
-    """Read correlations; NaN where the model could not run once more."""
+    """Return a function that reads these correlations of a layer; NaN if the model could not be run again."""
 
     def read(layer: LayerAudit) -> Sequence[float]:
         found = layer.correlations
@@ -81,12 +81,12 @@ ASSUMPTIONS: Mapping[str, tuple[str, Callable[[LayerAudit], Sequence[float]]]] =
     "(iv) corr q, k, q-k": ("0, 0, 0", _correlated("within_q", "within_k", "between")),
     "(iv) corr tokens": ("0, 0", _correlated("tokens_q", "tokens_k")),
 }
-"""Headings to what is assumed, and to the numbers of a layer."""
+"""Column headings to the assumed values, and to a function that returns the values of a layer."""
 
 HELP = "Columns and assumptions: help(betahook.LayerAudit)"
 
 PREDICTIONS = {"classic": "sqrt(d_k)", "weights": "from W_q and W_k", "independent": "from q and k"}
-"""Formulas of `betahook.theory` to their headings."""
+"""Formulas of `betahook.theory` to their column headings."""
 
 PREDICTIONS_NOTE = (
     "Before beta. sqrt(d_k) is the std for which 1/sqrt(d_k) is right; the next follows from the std of W_q and W_k, "
@@ -97,7 +97,7 @@ ASSUMPTIONS_NOTE = (
     "of the scores over that of independent components. corr: correlation of two components of q, of k, of one of q "
     "and one of k, and of a component of q, or of k, at two tokens."
 )
-"""Said below the tables on a page."""
+"""Note below the table of assumptions, as `PREDICTIONS_NOTE` is below that of predictions."""
 
 
 class Audit(tuple[LayerAudit, ...]):
@@ -105,7 +105,7 @@ class Audit(tuple[LayerAudit, ...]):
 
     @classmethod
     def of(cls, hook: rerun.Hooked, layers: Layers, state: State) -> Audit:
-        """Audit what was measured of the step so far, or of the last one that was, and the weights as they are now.
+        """Audit the measurements of the step so far, or else of the last measured one, and the current weights.
 
         Raises:
             RuntimeError: nothing was measured yet, or every layer is left alone.
@@ -145,10 +145,10 @@ class Audit(tuple[LayerAudit, ...]):
         return cls(row(index, name) for index, name in enumerate(layers))
 
     def tables(self, *, short: bool = False) -> tuple[Table, Table]:
-        """Return the std of the scores against its predictions, and the assumptions behind them, a row a layer.
+        """Return two tables with a row per layer: the std of the scores with its predictions, and the assumptions.
 
         Args:
-            short: leave out what the names of the layers have in common.
+            short: leave out the parts that the names of all layers share.
         """
         names = [layer.name or "model" for layer in self]
         names = short_names(names) if short else names
@@ -163,7 +163,7 @@ class Audit(tuple[LayerAudit, ...]):
         return Table(header, rows, "Std of the scores: measured and predicted", PREDICTIONS_NOTE)
 
     def _assumptions(self, names: Sequence[str]) -> Table:
-        """The first row has the numbers assumed; columns without a number are left out."""
+        """Return the table whose first row holds the assumed numbers, without columns that have no number."""
         numbers = {name: [of(layer) for layer in self] for name, (_, of) in ASSUMPTIONS.items()}
         known = [name for name, rows in numbers.items() if not all(math.isnan(value) for row in rows for value in row)]
         rows = [["assumed", "", *(ASSUMPTIONS[name][0] for name in known)]]
@@ -181,10 +181,10 @@ class Audit(tuple[LayerAudit, ...]):
 
 @torch.no_grad()
 def _correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str, Correlations]:
-    """Measure the correlations in each layer that the last input reaches; of several calls of a layer the first counts.
+    """Measure the correlations in each layer that the last input reaches, in the layer's first call.
 
-    Nothing is measured without a last input, or in a run of several processes: they would have to run the model
-    together, and an audit may be asked for on one alone.
+    Nothing is measured without a last input, or in a multi-process run: all processes would have to run the model
+    together, but an audit may be requested on one alone.
     """
     found: dict[str, Correlations] = {}
 
@@ -205,7 +205,7 @@ def _correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str,
 
 
 def _measured(layers: Layers, state: State) -> tuple[Tensor, Tensor]:
-    """Return table and moments of the step so far, or of the last one that was measured."""
+    """Return table and moments of the step so far, or else of the last measured one."""
     table, moments, _ = state.latest(state.collect(), state.moments)
     if not bool((table[ROW["pairs"]] > 0).any()):
         if all(layer.refusal for layer in layers.values()):
@@ -218,12 +218,12 @@ def _measured(layers: Layers, state: State) -> tuple[Tensor, Tensor]:
 
 
 def _written(values: Sequence[float]) -> str:
-    """Write numbers; what was not measured is a question mark."""
+    """Format numbers; a question mark stands for one that was not measured."""
     return ", ".join("?" if math.isnan(value) else f"{value:.3g}" for value in values)
 
 
 def _closest(measured: float, predicted: dict[str, float]) -> str:
-    """The name of the prediction whose ratio to the measured value is nearest to 1."""
+    """Return the name of the prediction whose ratio to the measured value is nearest to 1."""
     usable = {name: value for name, value in predicted.items() if value > 0 and measured > 0}
     if not usable:
         return "none"

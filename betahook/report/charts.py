@@ -1,4 +1,4 @@
-"""A chart of lines over steps as SVG, with axes, a legend and the numbers in tooltips."""
+"""A chart of lines over steps as SVG, with axes, a legend and the numbers in tooltips; for `report.html`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from betahook.report.document import Chart
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 30
 CHARACTER = 8
-"""Width of a digit that fits any font."""
+"""Width of a digit, enough for any font."""
 IN_LEGEND = 6
-"""Most lines that a legend names; more are coloured from the first to the last."""
+"""Number of lines that a legend names at most; more lines take the colours of `RAMP`."""
 DISTINCT = ("#4a92c8", "#e3761b", "#56a372", "#8d4aef", "#b88b44", "#cd0018")
-"""Colours of few lines, which the colour-blind can tell apart."""
+"""Colours for few lines, which the colour-blind can tell apart."""
 RAMP = ((59, 130, 246), (16, 160, 130), (230, 150, 30), (214, 60, 80))
 """From the first line to the last: blue, green, orange, red; legible on white and on black."""
 
@@ -23,7 +23,7 @@ Point = tuple[float, float]
 
 
 def draw(chart: Chart) -> str:
-    """Draw a chart. Crosses mark steps whose value is not finite; a logarithmic axis has positive values only."""
+    """Draw a chart. Crosses mark steps whose value is not finite; a logarithmic axis shows positive values only."""
     lines = {name: [point for point in points if _is_drawn(point, chart)] for name, points in chart.lines.items()}
     lost = {name: [step for step, value in points if not math.isfinite(value)] for name, points in chart.lines.items()}
     names = [name for name in lines if lines[name] or lost[name]]
@@ -57,7 +57,7 @@ def draw(chart: Chart) -> str:
 
 
 def steps_of(charts: Iterable[Chart]) -> Point:
-    """Return the ends of an axis of steps that all points of some charts fit on."""
+    """Return the ends of an axis of steps that fits all points of some charts."""
     steps = [step for chart in charts for points in chart.lines.values() for step, _ in points]
     return min(steps), max(max(steps), min(steps) + 1)
 
@@ -77,7 +77,7 @@ def _tip(name: str, points: Sequence[Point], lost: Sequence[float]) -> str:
 
 
 def _range(values: Sequence[float], logarithmic: bool) -> Point:
-    """Return the ends of the axis, with some room."""
+    """Return the ends of an axis for these values, with some room."""
     low, high = min(values), max(values)
     if logarithmic:
         room = max((high / low) ** 0.05, 1.1)
@@ -97,7 +97,7 @@ def _y(value: float, low: float, high: float, logarithmic: bool) -> float:
 
 
 def ticks(low: float, high: float, logarithmic: bool) -> list[float]:
-    """Return round numbers between two, some five."""
+    """Return about five round numbers between two numbers."""
     if logarithmic and high / low > 4:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         factors = (1, 2, 5) if high / low < 100 else (1,)
@@ -119,7 +119,7 @@ def _axes(chart: Chart, steps: Point, values: Point) -> str:
     for step in ticks(*steps, False):
         if step == int(step):
             label, x, anchor = f"{int(step):,}", _x(step, *steps), "middle"
-            if x + len(label) * CHARACTER / 2 > WIDTH:  # which would be cut
+            if x + len(label) * CHARACTER / 2 > WIDTH:  # else it would be cut off
                 x, anchor = WIDTH, "end"
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{label}</text>')
     return "".join(parts)

@@ -1,7 +1,7 @@
-"""A document of texts, tables, pictures and charts: the commands make one, a terminal or an HTML page shows it.
+"""A document of texts, tables, pictures and charts, which the commands make and a terminal or an HTML page shows.
 
-Nothing here knows of betahook's numbers. `betahook.cli` fills documents; `report.html` and `cli.terminal` render them.
-Findings and audits are tables too, printed as text or Markdown.
+Nothing here knows betahook's numbers. `betahook.cli` fills documents; `report.html` and `cli.terminal` render them.
+Findings and audits use the tables too, and print them as text or Markdown.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?\s?(x|%)?")
 BAR = re.compile(r"(?<!\\)\|")
-"""Between two cells of a table in Markdown; one within a cell is escaped."""
+"""A bar between two cells of a Markdown table; a bar within a cell is escaped."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Text:
     """A paragraph.
 
     Attributes:
-        text: plain; line breaks stay.
+        text: plain text; line breaks are kept.
         strong: True for the sentence to read first.
     """
 
@@ -34,10 +34,10 @@ class Table:
 
     Attributes:
         header: a name for each column.
-        rows: cells as plain text, as many as in the header.
-        title: above it.
-        note: below it, on how to read it.
-        is_wide: True for one that a terminal leaves to the HTML page.
+        rows: rows of cells, one plain text for each column.
+        title: title above the table.
+        note: note below the table, on how to read it.
+        is_wide: True for a table that only the HTML page shows, not a terminal.
     """
 
     header: Sequence[str]
@@ -47,12 +47,12 @@ class Table:
     is_wide: bool = False
 
     def is_numeric(self, column: int) -> bool:
-        """Tell if a column holds numbers, to be aligned at the right."""
+        """Return whether a column holds numbers, which are aligned at the right."""
         cells = [row[column] for row in self.rows if row[column]]
         return bool(cells) and all(NUMBER.fullmatch(cell) for cell in cells)
 
     def compact(self, *, without: Collection[str] = ()) -> Table:
-        """Return the table without the columns of these names, and without those that are empty in every row."""
+        """Return the table without the columns named in `without`, and without those that are empty in every row."""
         columns = [[name, *(row[index] for row in self.rows)] for index, name in enumerate(self.header)]
         kept = [column for column in columns if column[0] not in without and (any(column[1:]) or not self.rows)]
         header, *rows = map(list, zip(*kept, strict=True))
@@ -72,14 +72,14 @@ class Table:
 
     @classmethod
     def from_markdown(cls, words: str) -> Table:
-        """Read the table in a text that has one, as `markdown` wrote it."""
+        """Read the table in a text that contains one, as `markdown` wrote it."""
         lines = [line for line in words.splitlines() if line.startswith("|")]
         header, _, *rows = ([cell.strip().replace(r"\|", "|") for cell in BAR.split(line)[1:-1]] for line in lines)
         return cls(header, rows)
 
 
 def on_one_line(text: str) -> str:
-    """Write the line breaks that names of modules may have as spaces, for in Markdown they end what they stand in."""
+    """Replace line breaks, which names of modules may have, by spaces: in Markdown they would end the element."""
     return " ".join(text.splitlines())
 
 
@@ -88,10 +88,10 @@ class Image:
     """A picture; a terminal leaves it out.
 
     Attributes:
-        png: the file.
-        alt: what it shows, in words.
-        title: above it.
-        note: below it, on how to read it.
+        png: content of the PNG file.
+        alt: what the picture shows, in words.
+        title: title above the picture.
+        note: note below the picture, on how to read it.
     """
 
     png: bytes
@@ -105,13 +105,13 @@ class Chart:
     """Lines over the steps of a run; a terminal leaves it out.
 
     Attributes:
-        title: above it.
+        title: title above the chart.
         lines: name to points (step, value), in order of the steps.
         logarithmic: True for a logarithmic axis of positive values.
-        note: below it, on how to read it.
-        colours: of lines by name, where they have a meaning.
-        ends: of the axis of values; None fits it to them.
-        steps: ends of the axis of steps; None fits it to them.
+        note: note below the chart, on how to read it.
+        colours: colours of lines by name, if they have a meaning.
+        ends: ends of the axis of values; None fits the axis to the values.
+        steps: ends of the axis of steps; None fits the axis to the steps.
     """
 
     title: str

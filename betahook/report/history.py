@@ -1,6 +1,6 @@
-"""History of the findings of a run, for pictures of layer by step: bounded, however long the run.
+"""History of the findings of a run, for pictures of layers by step; its size is bounded, however long the run.
 
-A `Picture` keeps one and adds the findings of every log. No checkpoint holds it: that of a resumed run begins anew.
+A `Picture` keeps one and adds the findings of every log. No checkpoint holds it, so a resumed run begins a new one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from betahook.report.conditions import Numbers
 from betahook.report.findings import Findings
 
 COLUMNS = 64
-"""Most columns that are kept; beyond it, neighbours are merged."""
+"""Number of columns kept at most; beyond it, neighbours are merged."""
 
 LARGER = ("nonfinite", "max_logit", "logit_std")
-"""Numbers of which a merged column has the largest; the others are those at the lowest entropy."""
+"""Numbers of which a merged column keeps the largest; the others are taken at the lowest entropy."""
 
 TURN = 0.75
 """A move smaller than this share of the one before shows that beta turned back, perhaps twice, between two logs."""
@@ -28,11 +28,11 @@ class Column:
     Attributes:
         first: step of its first log.
         last: step of its last log.
-        logs: number of them.
-        numbers: of each layer, the sharpest of these logs.
+        logs: number of logs.
+        numbers: numbers of each layer, from the sharpest of these logs.
         gains: beta over the model's own, of each layer, at the last log.
-        phases: of the controller, as words, at the last log.
-        turns: 1 or -1 where beta turned back, upwards or downwards; else 0.
+        phases: phase of the controller in each layer, as a word, at the last log.
+        turns: for each layer, 1 or -1 if beta turned back, upwards or downwards, else 0.
     """
 
     first: int
@@ -55,12 +55,12 @@ class Column:
 
 
 class History:
-    """Columns of equal numbers of logs, the last perhaps of fewer.
+    """Columns that each merge the same number of logs, the last one perhaps fewer.
 
     Attributes:
-        columns: from old to new.
-        latest: the findings that were added last; None before.
-        added: number of logs since it began, or began anew.
+        columns: the columns, from old to new.
+        latest: the findings that were added last; None before any.
+        added: number of logs since the history began, or began anew.
     """
 
     def __init__(self, limit: int = COLUMNS) -> None:
@@ -74,8 +74,8 @@ class History:
     def add(self, findings: Findings, step: int) -> None:
         """Add the findings of a log at `step`, the step of the run that its other charts use.
 
-        A second log of a step becomes a part of the first. One of an earlier step, or of other layers, begins
-        the history anew.
+        A second log of the same step is merged into the first. A log of an earlier step, or of other layers, begins the
+        history anew.
         """
         last = self.columns[-1].last if self.columns else step
         if step < last or not self._has_the_layers_of(findings):
@@ -115,13 +115,13 @@ class History:
 
 
 def _turned(before: float, move: float) -> int:
-    """Tell if a search turned back between two moves: the sign of the new one if it did, else 0."""
+    """Return the sign of the new move if a search turned back between two moves, else 0."""
     turned = before * move < 0 or (before * move > 0 and abs(move) < TURN * abs(before))
     return (1 if move > 0 else -1) if turned else 0
 
 
 def _sharper(one: Numbers, other: Numbers) -> Numbers:
-    """Return the numbers at the lower entropy, with the larger of each in `LARGER`; unmeasured ones give way."""
+    """Return the numbers with the lower entropy, but the larger of those in `LARGER`; NaN yields to a number."""
     kept = one if one.relative_entropy < other.relative_entropy or math.isnan(other.entropy) else other
     larger = {name: _larger(getattr(one, name), getattr(other, name)) for name in LARGER}
     return replace(kept, **larger)

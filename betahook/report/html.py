@@ -1,4 +1,4 @@
-"""A document as one HTML file: no script, nothing from the network, light and dark. Everything in it is escaped."""
+"""A document as one HTML file, for `betahook.cli`: no script, nothing from the network, light and dark, all escaped."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ PAGE = """<!doctype html>
 
 
 def write(document: Document, path: str | os.PathLike[str]) -> None:
-    """Write a document to a file, which appears whole or not at all; into a device or a pipe, which stays one.
+    """Write a document to a file, which appears complete or not at all, or into a device or pipe, which is kept.
 
     Raises:
-        OSError: it cannot be written there.
+        OSError: the document cannot be written there.
     """
     page, file = render(document), Path(path)
     try:
         if file.exists() and not file.is_file():
             file.write_text(page, encoding="utf-8")
             return
-        file = file.resolve()  # a link stays, too
+        file = file.resolve()  # a link is kept, too
         unfinished = file.with_name(f"{file.name}.unfinished")
         unfinished.write_text(page, encoding="utf-8")
         os.replace(unfinished, file)
-    except OSError as error:  # which names the unfinished one
+    except OSError as error:  # it names the unfinished file
         raise OSError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def render(document: Document) -> str:
-    """Return a document as a page."""
+    """Return a document as an HTML page."""
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     body = "\n".join(_sections(document))
     return PAGE.format(title=html.escape(document.title), style=style, body=body)

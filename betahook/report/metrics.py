@@ -1,4 +1,4 @@
-"""Metrics of the last step, numbers for a logger: by layer, or by head."""
+"""Metrics of the last step as numbers for a logger, by layer or by head; `Hook` and `report.findings` call these."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ MetricName = Literal[
 ]
 """Names of the metrics.
 
-`beta` is the geometric mean where heads differ; `logit_std` is the std of the logits within rows, scores times the beta
-of their head, which says how flat or sharp attention is; `predicted_std` follows from W_q and W_k, `independent_std`
-from the moments of q and k, `classic_std` is `sqrt(d_k)`; `entropy` and `flat_entropy`, that of flat attention, are in
-nats; `nonfinite` is 1 where a NaN, an infinity or a skipped optimizer step held the controllers, `at_bound` where a
-beta is as far from the model's own as controllers may take it; `exact` is 0 where mean and std are of sampled rows;
+`beta` is the geometric mean if heads differ; `logit_std`, the std within rows of the logits (scores times the beta of
+their head), shows how flat or sharp attention is; `predicted_std` follows from W_q and W_k, `independent_std` from the
+moments of q and k, `classic_std` is `sqrt(d_k)`; `entropy` and `flat_entropy`, that of flat attention, are in nats;
+`nonfinite` is 1 if a NaN, an infinity or a skipped optimizer step kept the controllers from acting, `at_bound` if a
+beta is as far from the model's own as controllers may take it; `exact` is 0 if mean and std come from sampled rows;
 `phase` is the phase of the controller, the number of a `control.opening.Phase` for `Search` and of a
 `control.decades.Phase` for `Decades`, and `last_move` the last move of beta by `Search`, in decades.
 """
 
 
 def check_names(quantities: Iterable[MetricName] | Literal["all"]) -> tuple[MetricName, ...]:
-    """Return names of metrics, all of them for "all".
+    """Return the given names of metrics, or every name for "all".
 
     Raises:
-        ValueError: a quantity has no such name.
+        ValueError: there is no metric of a given name.
     """
     names: tuple[MetricName, ...] = get_args(MetricName)
     if isinstance(quantities, str) and quantities != "all":
@@ -69,12 +69,12 @@ def check_names(quantities: Iterable[MetricName] | Literal["all"]) -> tuple[Metr
 
 
 def chosen(metrics: Mapping[str, float], quantities: Sequence[MetricName]) -> dict[str, float]:
-    """Return those metrics, `quantity/layer` to a number, that are of some quantities."""
+    """Return the metrics (`quantity/layer` to a number) of the given quantities."""
     return {key: value for key, value in metrics.items() if key.split("/")[0] in quantities}
 
 
 def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, float]:
-    """Return `quantity/layer` to a number, without what was not measured. Reads the device back."""
+    """Return `quantity/layer` to a number, without what was not measured. Synchronises with the device."""
     values = {
         f"{quantity}/{layer}": number
         for quantity, row in numbers(state, state.layers).items()
@@ -88,7 +88,7 @@ def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, f
 
 
 def by_head(state: State, layers: Layers, unreached: Container[str]) -> dict[str, Tensor]:
-    """Return `quantity/layer` to a tensor `[heads]` on the CPU; NaN for what was not measured, or is not any more."""
+    """Return `quantity/layer` to a tensor `[heads]` on the CPU; NaN for layers in `unreached` or not measured."""
     quantities = columns(state, state.layers.by_head())
     table = torch.stack([for_sums(column) for column in quantities.values()]).cpu().double()
     lengths = [layer.heads for layer in layers.values()]
@@ -100,7 +100,7 @@ def by_head(state: State, layers: Layers, unreached: Container[str]) -> dict[str
 
 
 def numbers(state: State, groups: HeadGroups) -> dict[str, list[float]]:
-    """Return every metric as numbers, one of each group. Reads the device back, once."""
+    """Return every metric as numbers, one per group. Synchronises with the device, once."""
     quantities = columns(state, groups)
     table = torch.stack([for_sums(column) for column in quantities.values()]).tolist()
     return dict(zip(quantities, table, strict=True))
@@ -121,7 +121,7 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "beta": beta.of_group,
         "score_mean": observed.mean,
         "score_std": observed.std,
-        # Zero beside a sink of zero: a state from before either was measured.
+        # Zero with a sink of zero: a state saved before either was measured.
         "logit_std": beta.of_group * row_std.masked_fill((row_std == 0) & (observed.sink == 0), torch.nan),
         "predicted_std": groups.predicted_std(observed, weight_std),
         "independent_std": observed.independent_std,
@@ -132,14 +132,14 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "max_logit_bound": observed.max_logit_bound,
         "max_positive_logit": observed.max_positive_logit,
         "entropy": observed.entropy,
-        # Zero: one key a row, or a state from before it was measured. Either way there is nothing to compare with.
+        # Zero: one key per row, or a state saved before it was measured. Either way there is nothing to compare with.
         "flat_entropy": observed.flat_entropy.masked_fill(observed.flat_entropy == 0, torch.nan),
-        # Zero: a state from before it was measured.
+        # Zero: a state saved before it was measured.
         "sink": observed.sink.masked_fill(observed.sink == 0, torch.nan),
         "sensitivity": measured(observed.sensitivity),
         "nonfinite": measured(~observed.finite),
         "at_bound": groups.reduce(at_bound(acting, state.beta_default).to(state.recent), "max"),
         "exact": measured(observed.exact),
-        # Left out until there are any, for those who clip nothing.
+        # Left out until there are any, for runs that clip nothing.
         "clips": (clips := groups.reduce(state.clips.to(state.recent), "sum")).masked_fill(clips == 0, torch.nan),
     }

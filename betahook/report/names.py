@@ -1,4 +1,4 @@
-"""Short names of layers, which tell them apart in tables, pictures and tags; numbers and lists in words."""
+"""Short but distinct names of layers for tables, pictures and tags; numbers and lists in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import takewhile
 def short_names(layers: Iterable[str]) -> list[str]:
     """Leave out the parts of module names that all have in common: `model.layers.3.self_attn` becomes `3`."""
     parts = [layer.split(".") for layer in layers]
-    if len(parts) == 1:  # all of it is common
+    if len(parts) == 1:  # all parts of a single name are common
         return [".".join(name) or "model" for name in parts]  # the model may be the attention itself
     first = _common(parts)
     last = _common([name[:first:-1] for name in parts])
@@ -17,9 +17,9 @@ def short_names(layers: Iterable[str]) -> list[str]:
 
 
 def fitting(names: Sequence[str], length: int) -> list[str]:
-    """Shorten names to `length` characters, or to as few as tell them apart.
+    """Shorten names to `length` characters, or to the fewest beyond it that keep them distinct.
 
-    Words that all of them share go first, then the middle: `encoder.block.0.layer.0.SelfAttention` becomes
+    Words that all names share are left out first, then the middle: `encoder.block.0.layer.0.SelfAttention` becomes
     `encoder.0.0.SelfAttention`, or `encoder.0.…fAttention`.
     """
     parts, distinct = [name.split(".") for name in names], len(set(names))
@@ -38,12 +38,12 @@ def fitting(names: Sequence[str], length: int) -> list[str]:
 
 
 def elided(name: str, head: int, length: int) -> str:
-    """A name of that length at most: its first `head` characters, and its last ones."""
+    """Shorten a name to `length` characters at most: its first `head` characters, `…` and its last ones."""
     return name if len(name) <= length else f"{name[:head]}…{name[len(name) - (length - head - 1) :]}"
 
 
 def zero_padded(names: Sequence[str]) -> list[str]:
-    """Pad the numbers in names to one width, so that 2 stands before 10 wherever text is sorted."""
+    """Pad the numbers in names to one width, so that 2 comes before 10 wherever text is sorted."""
     numbers = [part for name in names for part in name.split(".") if part.isdecimal()]
     width = max(map(len, numbers), default=0)
     return [".".join(part.zfill(width) if part.isdecimal() else part for part in name.split(".")) for name in names]
@@ -58,7 +58,7 @@ def grouped(texts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def joined(names: Iterable[str]) -> list[str]:
-    """Join names that differ by a number in one place, the last one first."""
+    """Join names that differ only by a number in one place, trying the last place first."""
     parts = [tuple(name.split(".")) for name in names]
     for place in reversed(range(max(map(len, parts), default=0))):
         alike: dict[object, list[tuple[str, ...]]] = {}
@@ -77,19 +77,19 @@ def listed(words: Sequence[str], most: int | None = None) -> str:
 
 
 def ranges(numbers: Iterable[int], most: int) -> str:
-    """Write sorted numbers with their runs drawn together: `0-3, 7`; beyond `most` runs, as `0-3 and 20 others`."""
+    """Write sorted numbers with runs combined: `0-3, 7`; if there are more than `most` runs, as `0-3 and 20 others`."""
     runs = _runs(numbers)
     shown, left_out = ", ".join(map(_span, runs[:most])), sum(map(len, runs[most:]))
     return f"{shown} and {_others(left_out)}" if left_out else shown
 
 
 def plain(number: float, digits: int = 3) -> str:
-    """Write a number in so many significant digits, without an exponent where a reader needs none: `11,300`."""
+    """Write a number with `digits` significant digits, without an exponent if a reader needs none: `11,300`."""
     return f"{float(f'{number:.{digits}g}') + 0.0:,.12g}"  # -0.0 + 0.0 is 0.0
 
 
 def factor(number: float, digits: int = 2) -> str:
-    """Write a factor as `plain` does, with more digits where it is not 1 and would read so; float32 rounds to 1e-7."""
+    """Write a factor as `plain` does, with more digits if it would read 1 but is not; float32 rounds to 1e-7."""
     while plain(number, digits) == "1" and abs(number - 1) > 1e-6:
         digits += 1
     return plain(number, digits)
@@ -101,7 +101,7 @@ def _with_numbers(names: Sequence[tuple[str, ...]], place: int) -> tuple[str, ..
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Divide sorted numbers where one is left out."""
+    """Divide sorted numbers into runs of consecutive ones."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][-1] == number - 1:
@@ -121,7 +121,7 @@ def _others(count: int) -> str:
 
 
 def _common(names: Sequence[Sequence[str]]) -> int:
-    """Number of parts that all names begin with."""
+    """Return the number of leading parts that all names share."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False)))
 
 

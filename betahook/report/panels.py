@@ -1,8 +1,8 @@
 """The four quantities of the picture at a glance: their names, colours and scales.
 
-`report.pictures` draws them. Colours are fixed by meaning, not by the data: blue is flat, pale is healthy, orange is
-sharp, dark red looks at one key, with the limits of `report.conditions`. Beta has another scale, purple to green. Both
-can be told apart by the colour-blind.
+`report.pictures` draws them. Colours have a fixed meaning, independent of the data: blue is flat, pale healthy, orange
+sharp, and dark red looks at one key, with the limits of `report.conditions`. Beta has another scale, purple to green.
+The colour-blind can read both.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
 
 UNKNOWN, LOST = "#c4c4c4", "#ffe119"
-"""Colours of what was not measured, and of what was not finite: on no scale."""
+"""Colours for values that were not measured, and that were not finite; they are on no scale."""
 LEVELS, GREYS = 40, 24
-"""Colours of each scale, and of text. The file has no others, which makes it a third as large."""
+"""Number of colours of each scale, and of text. The file has no others, which makes it a third as large."""
 
 LIMITS = {rule.condition: rule.limit for rule in reversed(RULES)}
-"""The limit of each condition, that of its first rule."""
+"""The limit of each condition, taken from its first rule."""
 FLAT, HEALTHY, SHARP = 0.2, 0.7, 0.85
-"""Ends of flat, healthy and sharp on the scale, from 0 to 1."""
+"""Ends of the flat, healthy and sharp parts of the scale, which goes from 0 to 1."""
 
 SCALE = (
     (0.0, FLAT, ("#123e7c", "#5f9bd6")),
@@ -40,7 +40,7 @@ SCALE = (
     (HEALTHY, SHARP, ("#f7a43c", "#e4671e")),
     (SHARP, 1.0, ("#b3200f", "#40060c")),
 )
-"""Begin, end and colours of each part: the steps between them are the limits."""
+"""Begin, end and colours of each part; the colour jumps at the limits between them."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Panel:
     """One quantity.
 
     Attributes:
-        title: its name.
+        title: name of the quantity.
         hint: how to read it.
-        of_numbers: numbers and beta over the model's own to a place on the scale, from 0 to 1.
+        of_numbers: function from numbers and gain (beta over the model's own) to a place on the scale, from 0 to 1.
         ticks: places on the scale, with their labels.
-        words: places on the scale of the names of its parts.
+        words: places on the scale, with the names of its parts.
         scale: name of the scale.
-        lowest: place at which its legend begins.
-        marks: the meaning of its marks, said where they are legible; empty for none.
+        lowest: place at which the legend of the scale begins.
+        marks: meaning of the marks, shown if they are legible; empty without marks.
     """
 
     title: str
@@ -68,12 +68,12 @@ class Panel:
     marks: str = ""
 
     def place(self, numbers: Numbers, gain: float) -> float:
-        """The place on the scale: NaN for what was not measured, beyond the end for what was not finite."""
+        """Return the place on the scale: NaN if not measured, beyond the end if not finite."""
         return 2.0 if self.scale == "meaning" and numbers.nonfinite > 0 else self.of_numbers(numbers, gain)
 
 
 def panels(last: Column) -> list[Panel]:
-    """Return what to show of a history, the ticks being those of the number of keys in its last column."""
+    """Return the panels of a picture, with ticks for the number of keys in the last column of its history."""
     keys = _typical_keys(last)
     counted = keys > 1
     measured = not all(math.isnan(numbers.logit_std) for numbers in last.numbers)
@@ -114,17 +114,17 @@ def panels(last: Column) -> list[Panel]:
 
 
 STD_SCALE = ((0.01, 0.32, 1.0, 3.0, 10.0, 30.0, 100.0), (0.0, FLAT, 0.37, 0.53, HEALTHY, SHARP, 1.0))
-"""Stds of the logits, and their places."""
+"""Stds of the logits, and their places on the scale."""
 LOGIT_SCALE = ((0.5, 10.0, 30.0, 50.0, 100.0, 1000.0), (0.3, 0.5, 0.6, HEALTHY, SHARP, 1.0))
 
 
 def _interpolate(value: float, values: Sequence[float], places: Sequence[float]) -> float:
-    """The place of a value, linear in its logarithm between those given; NaN for NaN."""
+    """Return the place of a value, by linear interpolation in its logarithm; NaN for NaN."""
     return float(numpy.interp(math.log(max(value, values[0])), numpy.log(values), places))
 
 
 def place_of_entropy(numbers: Numbers) -> float:
-    """The share of keys in the flat part, beyond it the entropy over that of flat attention."""
+    """Return a place by the share of keys in the flat part, beyond it by the entropy over that of flat attention."""
     share, ratio, limit = numbers.keys_share, numbers.relative_entropy, LIMITS[Condition.FLAT]
     if math.isnan(ratio):
         return math.nan
@@ -139,7 +139,7 @@ def place_of_entropy(numbers: Numbers) -> float:
 
 
 def place_of_gain(gain: float) -> float:
-    """Half at 1; the root spreads the small changes, the ends are the bounds of the controllers."""
+    """Return the place of a gain: 0.5 for 1, and the ends for the controllers' bounds; a root spreads small changes."""
     if not gain > 0:
         return math.nan
     decades = math.log10(gain) / DECADES
@@ -164,7 +164,7 @@ def _count(keys: float) -> str:
 
 @functools.cache
 def colormap(scale: str) -> Colormap:
-    """Return the colours of a scale."""
+    """Return the colormap of a scale."""
     from matplotlib import colormaps
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -178,7 +178,7 @@ def colormap(scale: str) -> Colormap:
 
 @functools.cache
 def palette() -> tuple[int, ...]:
-    """Red, green and blue of every colour, from 0 to 255."""
+    """Return red, green and blue of every colour in the picture, from 0 to 255."""
     from matplotlib.colors import to_rgb
 
     scales = [colormap(scale)(level)[:3] for scale in ("meaning", "gain") for level in range(LEVELS)]

@@ -1,6 +1,6 @@
-"""The picture at a glance: layer by step and layer by head of what attention does. Needs matplotlib.
+"""The picture at a glance: maps of what attention does, by layer and step and by layer and head. Needs matplotlib.
 
-`report.glance.Picture` draws one from its `History`; `report.panels` has what it shows, and in which colours.
+`report.glance.Picture` draws one from its `History`; `report.panels` defines its quantities and colours.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 PIXELS, DPI = (1200, 760), 100
 INK, GREY, PAPER = "#1a1a1a", "#666666", "#ffffff"
 Mark = tuple[float, float, str]
-"""A place in pixels, and a colour."""
+"""A position in pixels, and a colour."""
 MARKS = {Condition.SINK: "o", Condition.DEAD: "x"}
-"""Markers of matplotlib for conditions that no colour shows."""
+"""Matplotlib's markers for conditions that no colour shows."""
 LEGIBLE = 2.5
-"""Pixels of a marker below which it is left out."""
+"""Smallest size of a marker, in pixels; a smaller one is left out."""
 LABEL = 28
-"""Characters of a layer's label beyond which it is shortened."""
+"""Largest number of characters in the label of a layer; a longer one is shortened."""
 WIDEST = 210
-"""Pixels of a label beyond which its middle is left out, even if that leaves labels alike: the maps need the room."""
+"""Largest width of a label, in pixels. The middle of a wider one is left out, even if labels then look alike."""
 NARROWEST = 66
-"""Pixels left of a map of layers by step, wide enough for the labels of most models."""
+"""Smallest width left of a map of layers by step, in pixels, enough for the labels of most models."""
 TOPS, HEIGHT, RIGHT = (95, 456), 254, 1122
 """Tops of the upper and lower maps, their height, and the right end of the rightmost scale, in pixels."""
 TICK, GAP = 3, 5
-"""Pixels of a tick, and between two labels at least."""
+"""Length of a tick, and smallest gap between two labels, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Box:
         return self.top + self.height
 
     def x(self, share: Any) -> Any:
-        """The place at a share of the width, 0 at the left: a number, or an array of them."""
+        """Return the position at a share of the width, 0 at the left; takes a number or an array."""
         return self.left + self.width * share
 
     def y(self, share: Any) -> Any:
-        """The place at a share of the height, 0 at the top."""
+        """Return the position at a share of the height, 0 at the top; takes a number or an array."""
         return self.top + self.height * share
 
 
 def draw(history: History) -> bytes:
-    """Draw a history with findings in it as a PNG.
+    """Draw a history that is not empty as a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -81,7 +81,7 @@ def draw(history: History) -> bytes:
         from PIL import Image
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
-    # The user's settings, as for a paper, may ask for LaTeX, or be such that drawing fails.
+    # The user's matplotlib settings, e.g. for a paper, may require LaTeX or make drawing fail.
     defaults = {name: each for name, each in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
     with matplotlib.rc_context(defaults):
         pixels = _pixels(history)
@@ -94,7 +94,7 @@ def draw(history: History) -> bytes:
 
 
 def _pixels(history: History) -> bytes:
-    """Draw a history as red, green, blue and alpha of each pixel."""
+    """Draw a history, and return red, green, blue and alpha of each pixel."""
     page, latest, columns = new_page(), history.latest, history.columns
     assert latest is not None
     _write_header(page, columns, latest)
@@ -115,7 +115,7 @@ def _pixels(history: History) -> bytes:
 def new_page() -> Axes:
     """Return an empty page, whose coordinates are pixels from the upper left corner.
 
-    All maps stand on it, with ticks of our own: axes of matplotlib would take most of the time of a picture.
+    All maps are drawn on it, with ticks of our own: matplotlib's axes would take most of the time of a picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -129,7 +129,7 @@ def new_page() -> Axes:
 
 
 def _width(page: Axes, text: str, size: float, weight: str = "normal") -> float:
-    """Width of a text of so many points, in pixels."""
+    """Return the width in pixels of a text of `size` points."""
     from matplotlib.font_manager import FontProperties
 
     canvas: Any = page.figure.canvas
@@ -138,7 +138,7 @@ def _width(page: Axes, text: str, size: float, weight: str = "normal") -> float:
 
 
 def _fitting(page: Axes, text: str, size: float, room: float, weight: str = "normal") -> str:
-    """Leave out the middle of a text that is wider than so many pixels."""
+    """Leave out the middle of a text that is wider than `room` pixels."""
     shown, length = text, math.ceil(len(text) * room / max(_width(page, text, size, weight), 1))
     while _width(page, shown, size, weight) > room:
         shown, length = elided(text, length // 2, length), length - 1
@@ -148,12 +148,12 @@ def _fitting(page: Axes, text: str, size: float, room: float, weight: str = "nor
 def _write(
     page: Axes, x: float, y: float, text: str, size: float, ha: str = "left", color: str = INK, **options: Any
 ) -> None:
-    # A layer may have dollars in its name, between which matplotlib would read a formula.
+    # The name of a layer may contain dollars, between which matplotlib would parse a formula.
     page.text(x, y, text, fontsize=size, color=color, ha=ha, va="center", parse_math=False, **options)
 
 
 def _write_header(page: Axes, columns: Sequence[Column], latest: Findings) -> None:
-    """Write the summary in one line, or in two where it does not fit; explain yellow and grey if a cell is yellow."""
+    """Write the summary in one line, or in two if it does not fit; explain yellow and grey if a cell is yellow."""
     summary = latest.summary.removeprefix(f"Step {latest.step}: ")
     first, _, rest = f"Step {columns[-1].last}: {summary}".partition(". ")
     first = first.removesuffix(".")
@@ -205,7 +205,7 @@ def _draw_panel(
 
 
 def _edges(columns: Sequence[Column]) -> list[float]:
-    """Steps at which columns begin and end: a log covers the steps before it, or after it in a run that begins at 0."""
+    """Return the steps where columns begin and end: a log covers the steps before it, or after it if the first is at 0."""
     logs = sum(column.logs for column in columns)
     spacing = (columns[-1].last - columns[0].first) / (logs - 1) if logs > 1 else 1
     if columns[0].first > 0:
@@ -214,12 +214,12 @@ def _edges(columns: Sequence[Column]) -> list[float]:
 
 
 def _shares(steps: Sequence[float], edges: Sequence[float]) -> list[float]:
-    """Places of steps on the axis of steps, from 0 to 1."""
+    """Return the positions of steps on the axis of steps, from 0 to 1."""
     return [(step - edges[0]) / (edges[-1] - edges[0]) for step in steps]
 
 
 def _short(steps: Sequence[float]) -> list[str]:
-    """Write steps in a few characters, `500`, `20k`, `1.2M`; in all their digits where these would be alike."""
+    """Write steps in a few characters, `500`, `20k`, `1.2M`, or with all digits if two would look alike."""
     written = [
         f"{step / 1e6:g}M" if step >= 1e6 else f"{step / 1e3:g}k" if step >= 1e4 else f"{step:g}" for step in steps
     ]
@@ -227,7 +227,7 @@ def _short(steps: Sequence[float]) -> list[str]:
 
 
 def _draw_map(page: Axes, box: Box, columns: Any, values: Any, scale: str) -> None:
-    """Draw rows of cells, whose columns begin and end at these shares of the width."""
+    """Draw rows of cells; `columns` holds the edges between columns as shares of the width."""
     from matplotlib.patches import Rectangle
 
     rows = numpy.linspace(0, 1, len(values) + 1)
@@ -246,7 +246,7 @@ def _write_layers(page: Axes, box: Box, labels: Mapping[float, str]) -> None:
 
 
 def _write_below(page: Axes, box: Box, labels: Mapping[float, str], name: str) -> None:
-    """Write labels below a map, at shares of its width, but those that would touch, and what they number."""
+    """Write labels below a map, at shares of its width, except those that would touch, and the name of the axis."""
     page.vlines([box.x(share) for share in labels], box.bottom, box.bottom + TICK, INK, linewidth=0.8)
     end = -math.inf
     for share, label in labels.items():
@@ -259,7 +259,7 @@ def _write_below(page: Axes, box: Box, labels: Mapping[float, str], name: str) -
 
 
 def _draw_phases(page: Axes, box: Box, columns: Sequence[Column], shares: Sequence[float]) -> None:
-    """Write the phase of most layers above the map, with a line where it changes."""
+    """Write the phase that most layers are in above the map, with a line where it changes."""
     common = [max(set(column.phases), key=column.phases.count) for column in columns]
     begin = 0.0
     for phase, group in groupby(zip(common, shares[1:], strict=True), key=lambda each: each[0]):
@@ -273,7 +273,7 @@ def _draw_phases(page: Axes, box: Box, columns: Sequence[Column], shares: Sequen
 
 
 def _draw_turns(page: Axes, box: Box, columns: Sequence[Column], shares: Sequence[float]) -> bool:
-    """Mark cells in which beta turned back, only the first where marks would touch; tell if marks are legible."""
+    """Mark cells in which beta turned back, only the first if marks would touch; return whether marks are legible."""
     layers = len(columns[0].turns)
     size = min(_mark_size(box, 1, layers), 4.7)
     centres = box.x(numpy.add(shares[:-1], shares[1:]) / 2)
@@ -288,13 +288,13 @@ def _draw_turns(page: Axes, box: Box, columns: Sequence[Column], shares: Sequenc
     for sign, marker in ((1, "^"), (-1, "v")):
         if marked[sign]:
             xs, ys, inks = zip(*marked[sign], strict=True)
-            # Two colours in a tuple are one and its alpha to matplotlib 3.8.
+            # A list: matplotlib 3.8 would take a tuple of two colours for one colour and its alpha.
             page.scatter(xs, ys, s=size**2, marker=marker, color=[*inks], linewidths=0)
     return size > 0
 
 
 def _mark_heads(page: Axes, box: Box, latest: Findings, heads: int) -> bool:
-    """Mark the heads in conditions that no colour shows; tell if marks are legible."""
+    """Mark the heads in conditions that no colour shows; return whether marks are legible."""
     size = _mark_size(box, heads, len(latest))
     for condition, marker in MARKS.items() if size else ():
         places = [
@@ -310,18 +310,18 @@ def _mark_heads(page: Axes, box: Box, latest: Findings, heads: int) -> bool:
 
 
 def _mark_size(box: Box, columns: int, rows: int) -> float:
-    """Points of a marker in a map of so many cells; 0 if it would be too small to be read."""
+    """Return the size in points of a marker in a map of `columns` by `rows` cells; 0 if it would be too small."""
     pixels = 0.75 * min(box.width / columns, box.height / rows)
     return min(pixels * 72 / DPI, 6.0) if pixels >= LEGIBLE else 0.0
 
 
 def _ink(place: float) -> str:
-    """Return the colour of what is written on a place of a scale: the ends are dark."""
+    """Return the colour for text at a place of a scale, whose ends are dark."""
     return INK if 0.2 <= place < 0.8 else PAPER
 
 
 def _draw_scale(page: Axes, box: Box, panel: Panel) -> None:
-    """Draw the colours from the highest place to the lowest, with ticks, and the names of the parts."""
+    """Draw the colours of a scale, the highest place on top, with ticks and the names of its parts."""
     shown = 1 - panel.lowest
     levels = 1 - shown * (numpy.arange(256) + 0.5) / 256
     _draw_map(page, box, [0, 1], levels[:, None], panel.scale)

@@ -1,7 +1,7 @@
-"""Number formats held against the logits of each head: overflow of the scores, and rounding of the attention weights.
+"""Number formats compared with the logits of each head: overflow of scores, and rounding of attention weights.
 
 Pure functions of numbers; `betahook.examination` calls them. Kernels such as flash attention keep scores in float32,
-so this is about attention that computes its scores or its softmax in the format itself.
+so this concerns attention that computes its scores or its softmax in the format itself.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from betahook.report.names import plain
 
 FORMATS = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 NEAR = 0.25
-"""Share of a format's range from which on a score counts as near the overflow: another batch may have four times it."""
+"""Share of a format's range above which a score is near the overflow: another batch may have four times that score."""
 COARSE = 0.1
-"""Relative error of an attention weight from which on rounding counts."""
+"""Relative error of an attention weight above which rounding is a concern."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Precision:
         layer: module name.
         dtype: the format.
         range_used: the largest absolute score, before beta, over the largest number of the format, `[heads]`.
-        weight_error: largest relative error of an attention weight if logits as large as the largest are rounded to
-            nearest, `exp(ulp / 2) - 1` with the spacing `ulp` of the numbers of the format there, `[heads]`.
+        weight_error: largest relative error of an attention weight if the largest logit is rounded to nearest:
+            `exp(ulp / 2) - 1`, where `ulp` is the spacing of the format's numbers at that logit, `[heads]`.
     """
 
     layer: str
@@ -41,7 +41,7 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """The format in words."""
+        """The name of the format, such as `float16`."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -61,23 +61,23 @@ class Precision:
 
     @property
     def unmeasured(self) -> list[int]:
-        """Heads of which nothing is known: no forward was measured, or there was a NaN in it."""
+        """Heads of which nothing is known: no forward pass was measured, or it had a NaN."""
         return _where(self.range_used.isnan())
 
     @property
     def is_concern(self) -> bool:
-        """True if a head overflows, is near it, or is coarse; False where nothing was measured."""
+        """True if any head overflows, is near the overflow or is coarse; False if nothing was measured."""
         return bool(self.overflowing or self.near_overflow or self.coarse)
 
     @property
     def gravity(self) -> tuple[float, float]:
-        """Sort key, larger for the worse of two layers: by the range used where it is beyond `NEAR`, then the error."""
+        """Sort key, larger for the worse of two layers: the range used if it is beyond `NEAR`, then the error."""
         share = _largest(self.range_used)
         return share if share > NEAR else 0.0, _largest(self.weight_error)
 
     @property
     def verdict(self) -> str:
-        """The worst of it in a few words."""
+        """The worst problem in a few words."""
         share, error = _largest(self.range_used), _largest(self.weight_error)
         if share > NEAR:
             return "overflows" if share > 1 else f"near overflow ({share:.0%} of the range)"
@@ -87,7 +87,7 @@ class Precision:
 
 
 def judge(head_metrics: Mapping[str, Tensor]) -> Iterator[Precision]:
-    """Judge every format for every layer, from `Hook.head_metrics` of forwards with one beta."""
+    """Judge every format for every layer, from `Hook.head_metrics` of forward passes that all had the same beta."""
     for key, max_logit in head_metrics.items():
         quantity, layer = key.split("/", 1)
         if quantity != "max_logit":
@@ -99,13 +99,13 @@ def judge(head_metrics: Mapping[str, Tensor]) -> Iterator[Precision]:
 
 
 def _half_ulp(numbers: Tensor, eps: float) -> Tensor:
-    """Half of the spacing of a format's numbers at others, the most that rounding takes them away; inf of an inf."""
+    """Return half the spacing of a format's numbers at `numbers`, the largest rounding error there; inf for inf."""
     half = torch.ldexp(torch.full_like(numbers, eps / 2), torch.frexp(numbers).exponent - 1)
-    return half.where(numbers.isfinite() & (numbers > 0), numbers)  # the others have no exponent
+    return half.where(numbers.isfinite() & (numbers > 0), numbers)  # other numbers have no exponent
 
 
 def _largest(heads: Tensor) -> float:
-    """The largest number of those that are not NaN; NaN without any."""
+    """Return the largest number that is not NaN; NaN if there is none."""
     return max(heads[~heads.isnan()].tolist(), default=math.nan)
 
 

@@ -1,4 +1,4 @@
-"""The few numbers that say how a whole model does, from its findings: what trackers and histories show first."""
+"""The few numbers that summarise a whole model, from its findings: trackers and histories show them first."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from betahook.report.conditions import Condition
 from betahook.report.findings import Finding, Findings
 
 GROUP = "attention"
-"""Begins the names of all that concerns the whole model; it sorts before those of the trainers."""
+"""Prefix of all names that concern the whole model; it sorts before the names of the trainers."""
 
 ALWAYS = (Condition.HEALTHY, Condition.FLAT, Condition.SHARP, Condition.ONE_KEY)
 """Conditions whose share is reported in every log; the others are flags, reported when they fire."""
 
 STDS = ("logit_std", "weight_std_q", "weight_std_k")
-"""Numbers of which the highest of any layer is reported: logits grow with W_q and W_k."""
+"""Numbers whose highest value over all layers is reported: logits grow with W_q and W_k."""
 
 
 class Summary:
-    """The summary of each log of a run, in their order: a condition that was there once is reported from then on."""
+    """Summaries of the logs of a run, in order: a condition that occurred once is reported from then on."""
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = {}
@@ -33,10 +33,10 @@ class Summary:
 def summarise(findings: Findings) -> dict[str, float]:
     """Return names to numbers, without what was not measured; each name begins with `attention/`.
 
-    `layers_flat` and the like are the share of the layers in a condition; `max_logit` is the largest of all,
-    `max_logit_layer` and `max_logit_head` its place; `lowest_entropy` that of the sharpest layer, in nats;
-    `highest_logit_std`, `highest_weight_std_q` and `highest_weight_std_k` those of the layers with the largest;
-    `log10_beta_over_own_lowest` and `_highest` the range of beta over the model's own, in decades.
+    `layers_flat` and the like are the share of the layers in a condition; `max_logit` is the largest logit of all
+    layers, and `max_logit_layer` and `max_logit_head` are its place; `lowest_entropy` is the entropy of the sharpest
+    layer, in nats; `highest_logit_std`, `highest_weight_std_q` and `highest_weight_std_k` are the largest of any layer;
+    `log10_beta_over_own_lowest` and `_highest` are the range of beta over the model's own, in decades.
     """
     counts, measured = findings.counts, [each for each in findings if each.condition is not Condition.UNMEASURED]
     shares = {
@@ -58,7 +58,7 @@ def summarise(findings: Findings) -> dict[str, float]:
 
 
 def _largest(findings: Findings, measured: list[Finding]) -> dict[str, float]:
-    """The largest logit and its place, both counted from 0."""
+    """Return the largest logit, and its layer and head, both counted from 0."""
     if not measured:
         return {}
     largest = max(measured, key=lambda each: each.numbers.max_logit)

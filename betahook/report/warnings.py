@@ -1,4 +1,4 @@
-"""Warnings that come once: of a NaN or an infinity, of layers that no forward reaches, of numbers that are old."""
+"""Warnings that `Hook` logs once: of a NaN or an infinity, of layers that no forward pass reaches, of old numbers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from betahook.tap.recorder import ATTRIBUTE, PASSED
 logger = logging.getLogger("betahook")
 
 NAMED = 3
-"""Most layers that a warning names; it counts the others."""
+"""Number of layers that a warning names at most; it counts the others."""
 IDLE = 20
-"""Fewest steps without a measurement that are worth a warning."""
+"""Smallest number of steps without a measurement that is worth a warning."""
 REPLACED = (
     "the forward of its class was replaced by one that does not ask transformers for its attention, in which beta does "
     "not act: detach, and attach again"
@@ -27,9 +27,10 @@ REPLACED = (
 
 
 def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, str]:
-    """Name the layers that no forward of the model reaches, with the reason; none before any forward.
+    """Return the layers that no forward pass of the model reaches, with the reason; none before any forward pass.
 
-    Where no beta acts, layers are measured in turn: one that the first step dropped counts as unreached until its turn.
+    If no beta acts, layers are measured in turn: one skipped in the first step, e.g. by LayerDrop, counts as unreached
+    until its turn.
     """
     if not state.seen:
         return {}
@@ -47,13 +48,13 @@ def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, 
 
 
 def warn_of_steps(state: State, asked: str, unreached: Mapping[str, str], interval: int) -> None:
-    """Warn of steps that are missing, or that measured nothing: `asked` then shows no numbers, or old ones."""
+    """Warn of steps that are missing or measured nothing, so that the report `asked` shows no or only old numbers."""
     _warn_of_missing_steps(state, asked)
     _warn_of_idle_steps(state, asked, unreached, interval)
 
 
 def _warn_of_missing_steps(state: State, asked: str) -> None:
-    """Warn once when `asked` is called a second time although `step` was not called yet."""
+    """Warn once if the report `asked` is called a second time although `step` was never called."""
     if state.steps > 0 or not state.recorded or state.reported.warned_of_missing_steps:
         return
     if asked in state.reported.asked:
@@ -68,9 +69,9 @@ def _warn_of_missing_steps(state: State, asked: str) -> None:
 
 
 def _warn_of_idle_steps(state: State, asked: str, unreached: Mapping[str, str], interval: int) -> None:
-    """Warn once when `asked` shows numbers of long ago, as after an evaluation that nobody ended."""
+    """Warn once if the report `asked` shows numbers of long ago, as when nobody called `model.train()` again."""
     idle = state.reported.idle_steps - 1  # the step that measured last counts
-    was_measured = state.recorded or state.steps > state.reported.idle_steps  # if not, the first step has said so
+    was_measured = state.recorded or state.steps > state.reported.idle_steps  # if not, the first step has warned
     left_alone = unreached or len(state.refused) == len(state.ranges)
     if idle < max(IDLE, 2 * interval) or left_alone or not was_measured:
         return
@@ -85,7 +86,7 @@ def _warn_of_idle_steps(state: State, asked: str, unreached: Mapping[str, str], 
 
 
 def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
-    """Log a warning of layers that no forward reaches, names to reasons, unless one was logged before."""
+    """Log a warning of layers that no forward pass reaches (name to reason), unless one was logged before."""
     if state.reported.warned_of_unreached or state.steps == 0 or not unreached:
         return
     state.reported.warned_of_unreached = True
@@ -96,7 +97,7 @@ def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
 def warn_of_nonfinite(state: State, layers: Layers, interval: int) -> None:
     """Log a warning if scores, gradients or a loss were not finite in any step, unless one was logged before.
 
-    Where no beta acts, a layer is looked at once in `interval` steps only, so the warning says how late it may be.
+    If no beta acts, a layer is measured only once in `interval` steps, so the warning says how late it may be.
     """
     if state.reported.warned_of_nonfinite:
         return
@@ -106,7 +107,7 @@ def warn_of_nonfinite(state: State, layers: Layers, interval: int) -> None:
         return
     state.reported.warned_of_nonfinite = True
     places = [f"{shown_name(name)} in step {first[name]}" for name in sorted(first, key=first.__getitem__)]
-    if state.has_loss:  # to a controller that is judged by it, such a step is a bad trial
+    if state.has_loss:  # a controller judges by it: such a step is a bad trial
         logger.warning("NaN or infinity in the loss, or in the scores or gradients of %s", listed(places, NAMED))
         return
     late = ""
