@@ -1,4 +1,4 @@
-"""`python -m betahook`, the command where its script is not on the path."""
+"""`python -m betahook`: the command, for when its script is not on the path."""
 
 import sys
 

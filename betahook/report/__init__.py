@@ -1,1 +1,1 @@
-"""Numbers for people: metrics, warnings, alerts and the audit."""
+"""Numbers for people: metrics, findings, pictures, warnings, alerts and the audit."""

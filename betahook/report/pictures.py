@@ -205,7 +205,7 @@ def _draw_panel(
 
 
 def _edges(columns: Sequence[Column]) -> list[float]:
-    """Return the steps where columns begin and end: a log covers the steps before it, or after it if the first is at 0."""
+    """Return the steps where columns begin and end: a log covers the steps before it, or after it if one is at 0."""
     logs = sum(column.logs for column in columns)
     spacing = (columns[-1].last - columns[0].first) / (logs - 1) if logs > 1 else 1
     if columns[0].first > 0:

@@ -1,1 +1,1 @@
-"""One optimizer step, seen by the hook: the stages of `Hook.step`, and what they need to know of the loss."""
+"""The stages of `Hook.step`, which runs once per optimizer step, and what they need to know about the loss."""
