@@ -87,7 +87,7 @@ def outside_of_graphs(function: Callable[..., Any], reason: str) -> Callable[...
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
 def is_compiled(module: nn.Module) -> bool:
-    """True for a module compiled by `torch.compile` or `Module.compile`, whose graph bypasses hooks added later."""
+    """True for a module compiled by `torch.compile` or `Module.compile`, whose graph bypasses later changes."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 

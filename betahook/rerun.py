@@ -101,7 +101,7 @@ def _output(hook: Hooked) -> Any:
     args, kwargs = given
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
     with RandomState(hook.model).kept(), ExitStack() as afterwards:
-        afterwards.callback(materialise.reshard, hook.model)  # the caller may write to weights
+        afterwards.callback(materialise.reshard, hook.model)  # the caller may write to its weights
         args, kwargs = copied((args, kwargs))
         return module(*args, **kwargs)
 

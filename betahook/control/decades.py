@@ -125,7 +125,7 @@ class Decades(Controller):
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         trial = Trial(**state)
         own = observation.beta_default.to(beta).log10()
-        trial = trial.having(trial.best.isnan(), best=own)  # layers that are first used later join later
+        trial = trial.having(trial.best.isnan(), best=own)  # layers that are used later join then
         due, score, trial = self._count(trial, observation.loss().to(beta), observation.has_loss())
         judged = self._judge(trial, due, score, beta.log10())
         after = self._drifted(trial, due, score, self._go_on(trial, judged, due))

@@ -119,7 +119,7 @@ def _leave_alone(state: State, table: Tensor, summed: Tensor, left_alone: Tensor
     release_refused(state)
 
 
-@torch.inference_mode(False)  # tensors created in inference mode could not be written to outside it
+@torch.inference_mode(False)  # its tensors could not be written to outside of it
 @torch.no_grad()
 def refreshed(state: State, layers: Layers) -> State:
     """Bring sums and weight statistics in the state up to date for a report, and return the state.
