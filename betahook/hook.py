@@ -72,7 +72,7 @@ def attach(
             "always" also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
         exact_max_logit: measure the largest logit over all pairs instead of over 32 query rows of a sequence, adding
             about half the cost of an attention forward pass. `Cap`, `Clip` and `Alerts(max_logit=...)` switch it on.
-        alerts: limits on the metrics, and a function to call beyond them; one rank may have them if all get `interval`.
+        alerts: limits on the metrics, with a callback; one rank alone may have alerts if all ranks pass `interval`.
 
     Returns:
         The hook. Call its `step()` once per optimizer step, and `detach()` at the end.
@@ -92,7 +92,7 @@ def attach(
 
 
 def check_options(**given: Any) -> dict[str, Any]:
-    """Check options of `attach` as far as possible without a model; return them with the defaults, for callbacks.
+    """Check options of `attach` as far as possible without a model, for callbacks; return them with all defaults.
 
     Raises:
         TypeError: there is no such option, or it has the wrong type.

@@ -40,7 +40,7 @@ class AttentionLayer:
         head_dim: d_k.
     """
 
-    __slots__ = ("_attention", "_head_range", "_state", "head_dim", "heads", "module", "name")  # misspelt ones raise
+    __slots__ = ("_attention", "_head_range", "_state", "head_dim", "heads", "module", "name")  # a typo raises
 
     def __init__(self, name: str, attention: AttentionModule, state: State, head_range: HeadRange) -> None:
         self.name = name
@@ -282,7 +282,7 @@ class Layers(Mapping[str, AttentionLayer]):
 
     @property
     def are_adapted(self) -> bool:
-        """True if any beta differs from the model's own, or did until its layer was left alone. Synchronises."""
+        """True if any beta differs from the model's own, or did until its layer was left alone. Reads the device."""
         return any(bool((layer.current_gain != 1).any()) or gain_lost_by(layer) != 1 for layer in self.values())
 
     @property

@@ -94,7 +94,7 @@ class Controller(ABC):
     def start(self, beta: Tensor) -> Memory:
         """Create the memory for the first update: a tensor `[units]` under every name that `update` returns.
 
-        A checkpoint can hold the dtypes float32, float64, int64 and bool, and names without a `/`.
+        A checkpoint can hold float32, float64, int64 and bool tensors, under names without a `/`.
 
         Args:
             beta: `[units]`, with the dtype and device that `update` receives it in.
@@ -114,7 +114,8 @@ class Controller(ABC):
             state: the memory, as `start` or the last update returned it. Its tensors must not be changed in place.
 
         Returns:
-            The new beta, `[units]`, and the new memory. Where it is NaN, infinite or not positive, beta stays.
+            The new beta, `[units]`, and the new memory. Where the new beta is NaN, infinite or not positive, the old
+            one stays.
         """
 
     def is_due(self, step: int) -> bool:

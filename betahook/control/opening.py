@@ -10,16 +10,17 @@
 | UNSEEN, WAIT, CLIMB | SEARCH | no batch is left | | |
 | WARM_UP, PLATEAU | CLIMB | no batch is left | | `rise_batches` |
 
-Attention of a fresh model is flat, and while it is, the sensitivity is almost zero: it measures the effect on the loss
-of this batch, but not that W_q and W_k learn in proportion to beta. So beta climbs whatever the sensitivity, but only
-up to a given std of the logits: where the scores grow, it falls. If W_q and W_k learn early, the learning rate is very
-high, and what they learn from flat attention decides how the run ends, so beta brings the logits to that std at once.
+The attention of a fresh model is flat, and while it is, the sensitivity is almost zero: it measures the effect of beta
+on the loss of this batch, but not that W_q and W_k learn in proportion to beta. So beta climbs whatever the
+sensitivity, but only up to a given std of the logits: where the scores grow, it falls. If W_q and W_k learn early, the
+learning rate is very high, and what they learn from flat attention decides how the run ends, so beta brings the logits
+to that std at once.
 
 Training stands on a plateau if, after the warm-up, W_q and W_k still look random, no layer's scores have grown, and the
 training loss, if known, has hardly moved. Beta then falls to a hundredth, where the gradients of W_q and W_k are so
-small beside those that Adam remembers that both hold still while the rest of the model learns. At the end of the climb
-their gradients are so large that they learn faster. This requires that Adam remembers no large gradients, and since it
-remembers a thousand batches, beta is low in the warm-up already. Measurements are in docs/ABLATIONS.md.
+small compared with those that Adam remembers that both hold still while the rest of the model learns. At the end of the
+climb their gradients are so large that they learn faster. This requires that Adam remembers no large gradients, and
+since it remembers a thousand batches, beta is low in the warm-up already. Measurements are in docs/ABLATIONS.md.
 """
 
 from __future__ import annotations

@@ -147,12 +147,11 @@ class Cap(Controller):
 
 @dataclass(frozen=True, repr=False)
 class Clip(Controller):
-    """Scale down the weights of each head whose largest logit exceeds a threshold; beta stays.
+    """Scale down the weights of each head whose largest logit exceeds a threshold, to the threshold; beta stays.
 
     This is QK-clip, with which Kimi K2 was trained (MuonClip, 2025), for any model and any optimizer. It acts on single
     heads, even if a layer has one beta, and after the other controllers, whatever its place in the list. The largest
-    logit is taken over all pairs of the step, before biases and soft caps, for the inputs that the layer had. The
-    scaling takes it down to the threshold.
+    logit is taken over all pairs of the step, before biases and soft caps, for the inputs that the layer had.
 
     The state of the optimizer is left alone, as in MuonClip.
 

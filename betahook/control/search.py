@@ -57,8 +57,8 @@ class Search(Controller):
     No step takes the largest logit above the paper's bound, the logarithm of the largest number of the softmax's dtype,
     or above half of it in a model that was fresh: if two logits are further apart than the bound, the smaller weight
     underflows, and so does the gradient that could correct attention to the wrong place. The largest logit is that of
-    the rows looked at (32 of a long sequence; all with `exact_max_logit=True`). If logits exceed the bound without a
-    step of beta, beta is not lowered.
+    the rows looked at (32 of a long sequence; all with `exact_max_logit=True`). If logits exceed the bound for
+    another reason, beta is not lowered.
 
     Args:
         window: batches between two steps.

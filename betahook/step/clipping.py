@@ -118,8 +118,8 @@ class Clipping:
 
         A layer is checked in the first step in which it is used and there is such an input. If the output does not
         depend on the layer, e.g. behind an output projection of zeros, it is tried again 1, 2, 4, ... steps after the
-        first try. The ranks communicate, so each must reach every collective call: this works because since pooling,
-        beta and the layers left alone are the same on all ranks.
+        first try. The ranks communicate, so each must reach every collective call. They do, since after pooling beta
+        and the layers left alone are the same on all ranks.
         """
         unchecked = [each for each in self._clipped if not each.is_checked and each.layer.refusal is None]
         used = [each for each in unchecked if not math.isnan(each.layer.beta_default)]

@@ -30,7 +30,7 @@ from betahook.step.loss_scale import LossScale
 def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
     """Record the sensitivities of this step, to be added later to those since the last pooling."""
     distributed = torch.distributed
-    if state.turn and distributed.is_available() and distributed.is_initialized():  # without ranks nothing is sharded
+    if state.turn and distributed.is_available() and distributed.is_initialized():  # else nothing is sharded
         layers.read_weights(state.turn, sharded=True)
     state.waiting.add(state.table, state.moments)
     if loss_scale.skipped:  # nothing to learn from, and nothing to warn about
