@@ -1,8 +1,8 @@
 """The interface of a controller, and `apply`, with which a hook runs its controllers.
 
 A unit is whatever has a beta of its own: a layer, or a head with `per_head=True`. Tensors have the shape `[units]`
-unless stated otherwise. Nothing here or in a controller may read a tensor back to the host. Statistics arrive pooled
-over ranks, so all ranks compute the same beta.
+unless stated otherwise. Nothing here may read a tensor back to the host, and of a controller only `explain` and
+`is_in_transition` may. Statistics arrive pooled over ranks, so all ranks compute the same beta.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Controllers that need no explanation beyond a formula: Monitor, Variance, Gradient, Cap, Clip.
 
-`betahook.control.base.apply` runs them; `betahook.step.clipping` asks `Clip` for the factors on the weights. Like all
-controllers they never read a tensor back to the host.
+`betahook.control.base.apply` runs them; `betahook.step.clipping` asks `Clip` for the factors on the weights. As in all
+controllers, only `explain` reads tensors back to the host.
 """
 
 from __future__ import annotations
