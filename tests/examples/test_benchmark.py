@@ -111,7 +111,7 @@ def test_a_hook_holds_no_more_than_the_queries(example, monkeypatch, small, held
     bench = example.Bench(example.build("gpt2", overrides, "cpu", torch.float32), 2, length)
     bench.step()
     unhooked = bench.peak(bench.step)
-    with betahook.attach(bench.model, **example.OURS["default"]) as hook:
+    with betahook.attach(bench.model, **example.OURS["default, in its opening"]) as hook:
         bench.step(hook)  # what is made once for a shape is no part of a step
         hooked = bench.peak(lambda: bench.step(hook))
     queries = layers * 2 * length * width * 4
