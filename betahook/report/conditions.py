@@ -29,7 +29,7 @@ class Condition(IntEnum):
     non-finite: there was a NaN, an infinity or a skipped optimizer step since the last pooling.
     exploding: the largest absolute logit is above 100.
     dead: the std of the logits within rows is below 0.00195, so that all keys get the same weight in bfloat16.
-    sink: the first key gets more than 0.5 of the attention that flat attention would give to the other keys.
+    sink: the share of attention on the first key, beyond that under flat attention, is above 0.5 of the rest.
     one key: the entropy of the rows is below 0.1 times that of flat attention.
     sharp: the entropy is below 0.25 times that, or the std of the logits within rows is above 10.
     flat: the number of keys looked at, exp of the mean entropy, is above 0.95 times that of flat attention.
