@@ -63,7 +63,8 @@ class Kernel:
     def obstacle(self, given: Arguments) -> str | None:
         """The reason why a call is not followed; None if it is."""
         for name in self.unknown:
-            if given.get(name) is not None:
+            value = given.get(name)
+            if isinstance(value, Tensor) or value:  # 0 is the default of attention_chunk
                 return f"{name}, which is not followed"
         for of_queries, of_keys in ENDS.items():
             if given.get(of_queries) is not given.get(of_keys):
@@ -205,7 +206,7 @@ FLASH = Kernel(
     heads=-2,
     describe=_of_flash,
     modules=r"\w*flash_att|.*\.flash_attn_interface$",  # the library `kernels` loads it under names with a hash
-    unknown=("alibi_slopes", "qv", "learnable_sink"),
+    unknown=("alibi_slopes", "qv", "learnable_sink", "attention_chunk"),
 )
 KERNELS = {
     "scaled_dot_product_attention": Kernel(
@@ -227,7 +228,7 @@ KERNELS = {
     "flash_attn_varlen_func": replace(
         FLASH,
         names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *FLASH_OPTIONS),
-        unknown=(*FLASH.unknown, "block_table"),
+        unknown=(*FLASH.unknown, "block_table", "seqused_q", "seqused_k"),
         dims=3,
     ),
     "varlen_attn": Kernel(

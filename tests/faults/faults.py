@@ -1546,6 +1546,19 @@ FAULTS = [
         SETTLED,
     ),
     Fault(
+        "betahook/tap/kernels.py",
+        '"learnable_sink", "attention_chunk"',
+        '"learnable_sink"',
+        "tests/unit/tap/test_kernels.py",
+    ),
+    Fault("betahook/tap/kernels.py", ', "seqused_q", "seqused_k"', "", "tests/unit/tap/test_kernels.py"),
+    Fault(
+        "betahook/tap/kernels.py",
+        "if isinstance(value, Tensor) or value:",
+        "if value is not None:",
+        "tests/unit/tap/test_kernels.py",
+    ),
+    Fault(
         "betahook/tap/by_hand/sites.py",
         "while frame is not None and frame.f_code is not forward:",
         "while frame is not None:",

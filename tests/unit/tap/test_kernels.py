@@ -42,12 +42,12 @@ def flash_attn_func(
         return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
 
 
-def third_flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, window_size=(-1, -1)):
+def third_flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, window_size=(-1, -1), attention_chunk=0):
     return flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size)
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False, seqused_k=None
 ):
     parts = [slice(*ends) for ends in itertools.pairwise(cu_seqlens_q.tolist())]
     split = ([x[part].transpose(0, 1) for x in (q, k, v)] for part in parts)
@@ -119,7 +119,8 @@ class Flash3(Block):
     """By a function whose scale comes fourth, as in the third version of flash-attn."""
 
     def mix(self, q, k, v):
-        return flash_attn_3.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.5, True).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attn_3.flash_attn_func(q, k, v, 0.5, True, attention_chunk=0).transpose(1, 2)
 
 
 class FlashWindow(Block):
@@ -422,6 +423,8 @@ def test_a_kernel_that_was_replaced_meanwhile_stays_replaced():
             dict(score_mod=lambda score, b, h, q, k: score + q),
             "flex_attention at .* gets score_mod, which is not followed",
         ),
+        (dict(attention_chunk=4), "flash_attn_func at .* gets attention_chunk, which is not followed"),
+        (dict(cu=ENDS, seqused_k=ENDS.diff()), "flash_attn_varlen_func at .* gets seqused_k, which is not followed"),
         (dict(cu=ENDS.clone()), "gets two tensors as cu_seqlens_q and cu_seqlens_k: give it one, as both"),
         (dict(cu_seq_k=ENDS.clone()), "varlen_attn at .* gets two tensors as cu_seq_q and cu_seq_k: give it one"),
         (dict(seqused_k=ENDS.diff()), "varlen_attn at .* gets seqused_k, which is not followed"),
@@ -432,15 +435,17 @@ def test_what_is_not_followed_is_left_alone_by_name(arguments, message):
         def mix(self, q, k, v):
             if "score_mod" in arguments:
                 return flex_attention(q, k, v, **arguments)
+            if "cu" in arguments:
+                q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+                further = {name: value for name, value in arguments.items() if name != "cu"}
+                return flash_attn_varlen_func(q, k, v, ENDS, arguments["cu"], 6, 6, **further).transpose(0, 1)[None]
             if arguments.keys() & {"cu_seq_k", "seqused_k"}:
                 q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
                 packed = dict(cu_seq_q=ENDS, cu_seq_k=ENDS, max_q=6, max_k=6) | arguments
                 return varlen_attn(q, k, v, **packed).transpose(0, 1)[None]
-            if "cu" in arguments:
-                q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-                return flash_attn_varlen_func(q, k, v, ENDS, arguments["cu"], 6, 6).transpose(0, 1)[None]
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return flash_attn_func(q, k, v, **arguments).transpose(1, 2)
+            flash = flash_attn_3.flash_attn_func if "attention_chunk" in arguments else flash_attn_func
+            return flash(q, k, v, **arguments).transpose(1, 2)
 
     model = Own().requires_grad_(False)
     with betahook.attach(model, when="always") as hook:
