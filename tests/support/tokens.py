@@ -1,15 +1,15 @@
-"""A text that is shipped, and a tokenizer trained on it."""
+"""A text, the beginning of Alice's Adventures in Wonderland (1865), and a tokenizer trained on it."""
+
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-import betahook
-
-TEXT = betahook.attach.__doc__ + betahook.fold.__doc__
+TEXT = Path(__file__).with_name("alice.txt").read_text(encoding="utf-8")
 
 
 def tokenizer():
-    """Bytes and some merges, trained on a text that is shipped."""
+    """Bytes and some merges."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
