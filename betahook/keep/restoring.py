@@ -43,6 +43,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
         ValueError: the model was not loaded from a checkpoint that needs betahook; or the file is damaged, belongs to
             another model or other controllers, or was saved with other weights than those of the model.
         RuntimeError: the model is hooked already.
+        TypeError: `folder` is not a path.
     """
     return restore_saved(model, read_for(model, folder), controller)
 
