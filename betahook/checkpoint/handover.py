@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from betahook.control.base import Controller, defaults, written
+from betahook.control.base import Controller, defaults, format_controller
 from betahook.measure.ranks import is_first_rank
 from betahook.state.gains import gain_of
 
@@ -74,5 +74,5 @@ def begun_anew(
 
 def _listed(entries: list[dict[str, Any]], controllers: Sequence[Controller]) -> str:
     kinds = {type(controller).__qualname__: type(controller) for controller in controllers}
-    words = (written(entry["class"], entry["options"], kinds.get(entry["class"])) for entry in entries)
+    words = (format_controller(entry["class"], entry["options"], kinds.get(entry["class"])) for entry in entries)
     return f"[{', '.join(words)}]"

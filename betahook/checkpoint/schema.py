@@ -18,8 +18,8 @@ from transformers import __version__ as transformers_version
 from betahook.checkpoint import handover
 from betahook.checkpoint.migrations import MIGRATIONS
 from betahook.checkpoint.order import BY_COMPONENT, BY_LAYER, of_layers
-from betahook.control.base import Controller, is_json, options, written
-from betahook.control.memory import DTYPES, is_of_kind, started
+from betahook.control.base import Controller, format_controller, is_json, options
+from betahook.control.memory import DTYPES, checked_start, is_of_kind
 from betahook.measure import components, statistics, weights
 from betahook.state.left_alone import forget_refused
 from betahook.state.ranges import HeadRange
@@ -99,7 +99,7 @@ def dump(
     table = state.collect()  # first: it adds pending sums to the other tensors
     beta = state.units.geometric_mean(state.current_beta).to(table.dtype)
     # Even before the first update: torch.distributed.checkpoint loads only what is in the state of a fresh hook.
-    memories = (memory or started(each, beta) for each, memory in zip(controllers, state.memories, strict=True))
+    memories = (memory or checked_start(each, beta) for each, memory in zip(controllers, state.memories, strict=True))
     return {
         "version": VERSION,
         "layers": dict(layers),
@@ -273,7 +273,7 @@ def restore(state: State, given: dict[str, Any]) -> None:
 
 def makers(state: Mapping[str, Any]) -> list[str]:
     """Describe the controllers that trained the beta of a state, without options that have their defaults."""
-    return state["trained_by"] or [written(entry["class"], entry["options"]) for entry in state["controllers"]]
+    return state["trained_by"] or [format_controller(each["class"], each["options"]) for each in state["controllers"]]
 
 
 def _layers_in_order(layers: dict[Any, Any], order: list[Any]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from betahook.control.memory import check_updated, started
+from betahook.control.memory import check_updated, checked_start
 from betahook.control.notes import Note
 from betahook.measure.statistics import Statistics
 
@@ -89,7 +89,7 @@ class Controller(ABC):
 
     def __repr__(self) -> str:
         names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # subclasses are dataclasses
-        return written(type(self).__name__, {name: getattr(self, name) for name in names}, type(self))
+        return format_controller(type(self).__name__, {name: getattr(self, name) for name in names}, type(self))
 
     def start(self, beta: Tensor) -> Memory:
         """Create the memory for the first update: a tensor `[units]` under every name that `update` returns.
@@ -195,7 +195,7 @@ def apply(
     start = new = beta.to(observation.statistics.sensitivity.dtype)
     after: list[Memory] = []
     for controller, memory in zip(controllers, memories, strict=True):
-        before = memory or started(controller, start)
+        before = memory or checked_start(controller, start)
         proposed, made = _checked(controller, controller.update(new, observation, dict(before)), new, before)
         # Where a controller returns no usable beta, the one that it was given stands.
         if proposed is not new:
@@ -238,7 +238,7 @@ def _choose(where: Tensor, new: Memory, old: Memory) -> Memory:
     return dict(zip(old, torch.where(where, *both).unbind(), strict=True))
 
 
-def at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:
+def is_at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:
     """Return where beta is as far from the model's own as `apply` allows, up to rounding; boolean, shaped as `beta`."""
     return (beta / beta_default).log10().abs() >= DECADES - 1e-4
 
@@ -248,7 +248,7 @@ def ceiling(logit: float | Tensor, score: Tensor) -> Tensor:
     return (logit / score).nan_to_num(nan=torch.inf)
 
 
-def is_at(logit: float | Tensor, beta: Tensor, score: Tensor) -> Tensor:
+def reaches_logit(logit: float | Tensor, beta: Tensor, score: Tensor) -> Tensor:
     """Return where the largest `score` gives at least `logit`, up to rounding; boolean, shaped as `beta`."""
     return beta * score >= logit * (1 - 1e-4)
 
@@ -265,11 +265,11 @@ def defaults(kind: type[Controller]) -> dict[str, Any]:
     return {field.name: _as_list(field.default) for field in every if field.default is not MISSING}
 
 
-def written(name: str, options: Mapping[str, object], kind: type[Controller] | None = None) -> str:
+def format_controller(name: str, options: Mapping[str, object], kind: type[Controller] | None = None) -> str:
     """Format a controller as its constructor call, without options that have their default value.
 
     Its class is `kind`, by default the subclass of `Controller` with this name, if there is one. For example,
-    `written("Cap", {"threshold": 30.0})` returns `"Cap(threshold=30.0)"`.
+    `format_controller("Cap", {"threshold": 30.0})` returns `"Cap(threshold=30.0)"`.
     """
     kind = kind or next((each for each in Controller.__subclasses__() if each.__qualname__ == name), None)
     usual = {} if kind is None else defaults(kind)

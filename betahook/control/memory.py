@@ -17,7 +17,7 @@ SEPARATOR = "/"
 """Separator between the names that lead to a tensor in a checkpoint."""
 
 
-def started(owner: Any, beta: Tensor) -> dict[str, Tensor]:
+def checked_start(owner: Any, beta: Tensor) -> dict[str, Tensor]:
     """Return the memory that a controller starts with, after checking it.
 
     Raises:

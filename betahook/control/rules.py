@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from betahook.control.base import Controller, Memory, Observation, ceiling, is_at, is_positive, require
+from betahook.control.base import Controller, Memory, Observation, ceiling, is_positive, reaches_logit, require
 from betahook.control.notes import Note, downhill
 from betahook.measure.statistics import Statistics
 
@@ -141,7 +141,7 @@ class Cap(Controller):
         return torch.minimum(beta, ceiling(self.threshold, observation.statistics.max_score_bound)), state
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
-        held = is_at(self.threshold, beta, observation.statistics.max_score_bound).tolist()
+        held = reaches_logit(self.threshold, beta, observation.statistics.max_score_bound).tolist()
         return [Note(reason=f"Cap holds the largest logit at {self.threshold:g}") if each else Note() for each in held]
 
 

@@ -20,8 +20,8 @@ from betahook.control.base import (
     Observation,
     at_least,
     ceiling,
-    is_at,
     is_positive,
+    reaches_logit,
     require,
 )
 from betahook.control.notes import Note, downhill
@@ -193,7 +193,7 @@ class Search(Controller):
         columns = {
             **{name: state[name] for name in ("phase", "left", "direction", "step")},
             "bound": bound,
-            "at_bound": is_at(bound, beta, observation.statistics.max_score),
+            "at_bound": reaches_logit(bound, beta, observation.statistics.max_score),
             "held": beta * observation.statistics.std >= self.rise_logit_std * (1 - 1e-4),
             "without_gradient": observation.statistics.sensitivity == 0,
         }

@@ -97,7 +97,7 @@ class Alerts:
 def _with_heads(alert: Alert, layer: AttentionLayer) -> Alert:
     """Name the heads of a layer that are at their bound, which the layer's mean beta does not show."""
     beta = layer.head_beta
-    heads = base.at_bound(beta, layer.head_beta_default).nonzero().flatten().tolist()
+    heads = base.is_at_bound(beta, layer.head_beta_default).nonzero().flatten().tolist()
     if len(heads) in (0, layer.heads):  # 0 if the device rounds differently
         return alert
     return replace(alert, value=float(beta[heads[0]]), heads=tuple(heads))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from betahook import theory
-from betahook.control.base import at_bound
+from betahook.control.base import is_at_bound
 from betahook.control.notes import Note
 from betahook.layer import Layers
 from betahook.measure.dtypes import for_sums
@@ -138,7 +138,7 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "sink": observed.sink.masked_fill(observed.sink == 0, torch.nan),
         "sensitivity": measured(observed.sensitivity),
         "nonfinite": measured(~observed.finite),
-        "at_bound": groups.reduce(at_bound(acting, state.beta_default).to(state.recent), "max"),
+        "at_bound": groups.reduce(is_at_bound(acting, state.beta_default).to(state.recent), "max"),
         "exact": measured(observed.exact),
         # Left out until there are any, for runs that clip nothing.
         "clips": (clips := groups.reduce(state.clips.to(state.recent), "sum")).masked_fill(clips == 0, torch.nan),

@@ -76,7 +76,7 @@ def _check_unjudged(controllers: Sequence[Controller]) -> None:
 
 def _decisive(controllers: Sequence[Controller], settings: Settings) -> dict[str, object]:
     """Return the options of `attach` that determine when ranks communicate, and which beta each of them chooses."""
-    written = [base.written(type(each).__qualname__, base.options(each), type(each)) for each in controllers]
+    written = [base.format_controller(type(each).__qualname__, base.options(each), type(each)) for each in controllers]
     return {"controller": ", ".join(written), "interval": settings.interval, "per_head": settings.per_head}
 
 

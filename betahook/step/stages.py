@@ -229,7 +229,7 @@ def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
     pooled_beta, observation = observe(state, layers)
     beta = pooled_beta.of_group
     moves = any(controller.moves_beta for controller in controllers)
-    at_bound = base.at_bound(beta, observation.beta_default) & moves
+    at_bound = base.is_at_bound(beta, observation.beta_default) & moves
     is_above = beta > observation.beta_default
     has_one_key = (observation.statistics.flat_entropy == 0) & moves
     held = torch.stack([observation.statistics.finite, has_one_key, at_bound, is_above]).T.tolist()

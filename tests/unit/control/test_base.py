@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from betahook import Cap, Controller, Decades, Gradient, Monitor, Observation, Search, Statistics, Variance
-from betahook.control.base import apply, at_bound, check_controller, options
+from betahook.control.base import apply, check_controller, is_at_bound, options
 from support.observations import approx, as_list, observe, run
 
 NAN, INF = math.nan, math.inf
@@ -246,9 +246,9 @@ def test_a_memory_that_an_update_changes_in_place_is_kept_where_the_observation_
 def test_a_beta_at_a_bound_is_told_from_one_that_is_near():
     """A millionth below it, where rounding may leave it, is at the bound; a thousandth is not."""
     factors = torch.tensor([1000, 1000 * (1 - 1e-6), 999, 0.001, 0.001 * (1 + 1e-6), 0.001001, NAN])
-    assert at_bound(0.3 * factors, torch.full((7,), 0.3)).tolist() == [True, True, False, True, True, False, False]
+    assert is_at_bound(0.3 * factors, torch.full((7,), 0.3)).tolist() == [True, True, False, True, True, False, False]
     reached = torch.tensor(run(Variance(smoothing=0), [observe(std=1e-9, beta_default=0.3)]))
-    assert at_bound(reached.float(), torch.tensor([0.3])).item()
+    assert is_at_bound(reached.float(), torch.tensor([0.3])).item()
 
 
 def test_a_controller_of_a_user_needs_no_more_than_update():
