@@ -29,8 +29,10 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The search before the next batch, `[units]` each; beta is given as its log10.
+class SearchState:
+    """The state of the search before the next batch, `[units]` each; beta is given as its log10.
+
+    It is the memory of `Decades`, and checkpoints store it by these names: never change one.
 
     A stage consists of the trials with one step size: first its centre, then trials `reach` steps above and below it.
 
@@ -64,7 +66,7 @@ class Trial:
     centre: Tensor
     best: Tensor
 
-    def having(self, where: Tensor, **changes: Tensor | float) -> Trial:
+    def having(self, where: Tensor, **changes: Tensor | float) -> SearchState:
         """Return a copy with new values of some attributes in the units where `where` is true."""
         return replace(
             self, **{name: torch.where(where, value, getattr(self, name)) for name, value in changes.items()}
@@ -119,18 +121,18 @@ class Decades(Controller):
 
     def start(self, beta: Tensor) -> Memory:
         zero, unknown = torch.zeros_like(beta), torch.full_like(beta, torch.nan)
-        values = {field.name: zero for field in fields(Trial)}
+        values = {field.name: zero for field in fields(SearchState)}
         return {**values, "step": zero + 1, "reach": zero + 1, "side": zero + 1, "centre": unknown, "best": unknown}
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
-        trial = Trial(**state)
+        search = SearchState(**state)
         own = observation.beta_default.to(beta).log10()
-        trial = trial.having(trial.best.isnan(), best=own)  # layers that are used later join then
-        due, score, trial = self._count(trial, observation.loss().to(beta), observation.has_loss())
-        judged = self._judge(trial, due, score, beta.log10())
-        after = self._drifted(trial, due, score, self._go_on(trial, judged, due))
-        begins = (trial.phase == Phase.UNSEEN) & ~trial.best.isnan().all()
-        after = after.having(begins, phase=Phase.CENTRE, turn=self._turn_from(0, trial))
+        search = search.having(search.best.isnan(), best=own)  # layers that are used later join then
+        due, score, search = self._count(search, observation.loss().to(beta), observation.has_loss())
+        judged = self._judge(search, due, score, beta.log10())
+        after = self._drifted(search, due, score, self._go_on(search, judged, due))
+        begins = (search.phase == Phase.UNSEEN) & ~search.best.isnan().all()
+        after = after.having(begins, phase=Phase.CENTRE, turn=self._turn_from(0, search))
         middle = own if self.relative else torch.zeros_like(own)
         after = after.having(after.centre.isnan() & self._searches(after), centre=middle)
         offset = torch.where(after.phase == Phase.SIDES, after.side * after.reach * after.step, 0)
@@ -146,69 +148,67 @@ class Decades(Controller):
         return bool(state) and bool((state["phase"] != Phase.HOLD).any())
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
-        searches, was_tried = self._searches(Trial(**state)), ~state["centre"].isnan()
+        searches, was_tried = self._searches(SearchState(**state)), ~state["centre"].isnan()
         columns = [searches, was_tried, state["phase"], beta, 10 ** state["best"], state["best_score"]]
         return [_note(*values) for values in torch.stack([column.to(beta) for column in columns]).T.tolist()]
 
-    def _searches(self, trial: Trial) -> Tensor:
+    def _searches(self, search: SearchState) -> Tensor:
         """Return which units take part in this trial, boolean."""
-        turns = (
-            torch.zeros_like(trial.turn) if self.together else torch.arange(len(trial.turn), device=trial.turn.device)
-        )
-        return turns == trial.turn
+        turn = search.turn
+        return turn == (torch.zeros_like(turn) if self.together else torch.arange(len(turn), device=turn.device))
 
-    def _turn_from(self, turn: Tensor | float, trial: Trial) -> Tensor | float:
+    def _turn_from(self, turn: Tensor | float, search: SearchState) -> Tensor | float:
         """Return the first turn from `turn` on whose unit is in use, or the number of turns if there is none."""
         if self.together:
             return turn
-        units = torch.arange(len(trial.turn), device=trial.turn.device)
-        left = (units >= turn) & ~trial.best.isnan()
+        units = torch.arange(len(search.turn), device=search.turn.device)
+        left = (units >= turn) & ~search.best.isnan()
         return torch.where(left, units, len(units)).amin().expand_as(units)
 
-    def _count(self, trial: Trial, loss: Tensor, has_loss: Tensor) -> tuple[Tensor, Tensor, Trial]:
+    def _count(self, search: SearchState, loss: Tensor, has_loss: Tensor) -> tuple[Tensor, Tensor, SearchState]:
         """Count a batch with a loss; return where the window is full, and its mean loss, infinite if it failed."""
-        seen = (trial.phase != Phase.UNSEEN) & has_loss
-        batches, total = trial.batches + seen, trial.total + torch.where(seen, loss, 0)
+        seen = (search.phase != Phase.UNSEEN) & has_loss
+        batches, total = search.batches + seen, search.total + torch.where(seen, loss, 0)
         due = batches >= self.window
         score = (total / self.window).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
-        return due, score, replace(trial, batches=torch.where(due, 0, batches), total=torch.where(due, 0, total))
+        return due, score, replace(search, batches=torch.where(due, 0, batches), total=torch.where(due, 0, total))
 
-    def _judge(self, trial: Trial, due: Tensor, score: Tensor, log_beta: Tensor) -> Trial:
+    def _judge(self, search: SearchState, due: Tensor, score: Tensor, log_beta: Tensor) -> SearchState:
         """Compare a finished trial with the best of its stage and with its neighbour, and close sides that worsen."""
-        first, beside = due & (trial.phase == Phase.CENTRE), due & (trial.phase == Phase.SIDES)
-        above, below = beside & (trial.side > 0), beside & (trial.side < 0)
-        last = trial.reach >= torch.where(trial.step < 1, 1, self.decades)
-        better = first | beside & (score < trial.best_score)
-        after = trial.having(better, best_score=score)
-        after = after.having(better & self._searches(trial), best=log_beta)
+        first, beside = due & (search.phase == Phase.CENTRE), due & (search.phase == Phase.SIDES)
+        above, below = beside & (search.side > 0), beside & (search.side < 0)
+        last = search.reach >= torch.where(search.step < 1, 1, self.decades)
+        better = first | beside & (score < search.best_score)
+        after = search.having(better, best_score=score)
+        after = after.having(better & self._searches(search), best=log_beta)
         after = after.having(first, open_above=1.0, open_below=1.0, score_above=score, score_below=score)
-        after = after.having(above & (last | (score > trial.score_above)), open_above=0.0)
-        after = after.having(below & (last | (score > trial.score_below)), open_below=0.0)
+        after = after.having(above & (last | (score > search.score_above)), open_above=0.0)
+        after = after.having(below & (last | (score > search.score_below)), open_below=0.0)
         return after.having(above, score_above=score).having(below, score_below=score)
 
-    def _go_on(self, trial: Trial, judged: Trial, due: Tensor) -> Trial:
+    def _go_on(self, search: SearchState, judged: SearchState, due: Tensor) -> SearchState:
         """Choose the next trial, stage or turn."""
-        first, beside = due & (trial.phase == Phase.CENTRE), due & (trial.phase == Phase.SIDES)
-        downward = beside & (trial.side > 0) & (judged.open_below > 0)
+        first, beside = due & (search.phase == Phase.CENTRE), due & (search.phase == Phase.SIDES)
+        downward = beside & (search.side > 0) & (judged.open_below > 0)
         further = beside & ~downward & (judged.open_above + judged.open_below > 0)
         ended = beside & ~downward & ~further
         after = judged.having(first, phase=Phase.SIDES, reach=1.0, side=1.0).having(downward, side=-1.0)
-        after = after.having(further, reach=trial.reach + 1, side=2 * judged.open_above - 1)
-        after = after.having(ended, phase=Phase.CENTRE, step=trial.step / 2)
-        after = after.having(ended & self._searches(trial), centre=judged.best)
+        after = after.having(further, reach=search.reach + 1, side=2 * judged.open_above - 1)
+        after = after.having(ended, phase=Phase.CENTRE, step=search.step / 2)
+        after = after.having(ended & self._searches(search), centre=judged.best)
         over = ended & (after.step < self.resolution)
-        after = after.having(over, turn=self._turn_from(trial.turn + 1, trial), step=1.0)
-        turns = 1 if self.together else len(trial.turn)
+        after = after.having(over, turn=self._turn_from(search.turn + 1, search), step=1.0)
+        turns = 1 if self.together else len(search.turn)
         return after.having(over & (after.turn >= turns), phase=Phase.HOLD, best_score=torch.nan)
 
-    def _drifted(self, trial: Trial, due: Tensor, score: Tensor, after: Trial) -> Trial:
+    def _drifted(self, search: SearchState, due: Tensor, score: Tensor, after: SearchState) -> SearchState:
         """Begin again around the best beta if the loss in `HOLD` has drifted from that of its first window."""
-        holds = due & (trial.phase == Phase.HOLD)
-        near = (score - trial.best_score).abs() <= self.drift * trial.best_score.abs()
-        near = torch.where(trial.best_score.isinf(), score.isinf(), near)
-        again = holds & ~trial.best_score.isnan() & ~near
-        after = after.having(holds & trial.best_score.isnan(), best_score=score)
-        return after.having(again, phase=Phase.CENTRE, turn=self._turn_from(0, trial), centre=trial.best)
+        holds = due & (search.phase == Phase.HOLD)
+        near = (score - search.best_score).abs() <= self.drift * search.best_score.abs()
+        near = torch.where(search.best_score.isinf(), score.isinf(), near)
+        again = holds & ~search.best_score.isnan() & ~near
+        after = after.having(holds & search.best_score.isnan(), best_score=score)
+        return after.having(again, phase=Phase.CENTRE, turn=self._turn_from(0, search), centre=search.best)
 
 
 def _note(searches: float, was_tried: float, phase: float, beta: float, best: float, score: float) -> Note:

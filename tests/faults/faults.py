@@ -664,15 +664,15 @@ FAULTS = [
     Fault("betahook/control/opening.py", "course.left.masked_fill(climbs, self.rise_batches)", "course.left"),
     Fault("betahook/control/decades.py", "nan_to_num(nan=torch.inf,", "nan_to_num(nan=-torch.inf,"),
     Fault("betahook/control/decades.py", "batches >= self.window", "batches > self.window"),
-    Fault("betahook/control/decades.py", "(trial.phase != Phase.UNSEEN) & has_loss", "trial.phase != Phase.UNSEEN"),
+    Fault("betahook/control/decades.py", "(search.phase != Phase.UNSEEN) & has_loss", "search.phase != Phase.UNSEEN"),
     Fault(
         "betahook/step/training_loss.py", 'return state.recent[ROW["losses"]].any()', "return ~pooled(state).isnan()"
     ),
-    Fault("betahook/control/decades.py", "score > trial.score_below", "score > trial.best_score"),
-    Fault("betahook/control/decades.py", "self.drift * trial.best_score.abs()", "self.drift"),
-    Fault("betahook/control/decades.py", "ended & self._searches(trial), centre", "ended, centre"),
-    Fault("betahook/control/decades.py", "(units >= turn) & ~trial.best.isnan()", "units >= turn"),
-    Fault("betahook/control/decades.py", " & ~trial.best.isnan().all()", ""),
+    Fault("betahook/control/decades.py", "score > search.score_below", "score > search.best_score"),
+    Fault("betahook/control/decades.py", "self.drift * search.best_score.abs()", "self.drift"),
+    Fault("betahook/control/decades.py", "ended & self._searches(search), centre", "ended, centre"),
+    Fault("betahook/control/decades.py", "(units >= turn) & ~search.best.isnan()", "units >= turn"),
+    Fault("betahook/control/decades.py", " & ~search.best.isnan().all()", ""),
     Fault("betahook/control/decades.py", "after.centre.isnan() & self._searches(after)", "after.centre.isnan()"),
     Fault(
         "betahook/control/base.py",
@@ -2480,7 +2480,9 @@ FAULTS = [
     Fault("betahook/report/audit.py", "if name not in found:", "if True:"),
     Fault("betahook/report/summary.py", "if each.numbers.entropy >= 0]", "]"),
     Fault(
-        "betahook/control/decades.py", "        near = torch.where(trial.best_score.isinf(), score.isinf(), near)\n", ""
+        "betahook/control/decades.py",
+        "        near = torch.where(search.best_score.isinf(), score.isinf(), near)\n",
+        "",
     ),
     Fault(
         "betahook/control/opening.py",
