@@ -16,7 +16,7 @@ from betahook.control.rules import Monitor
 from betahook.control.search import Search
 from betahook.models.discovery import Survey, survey
 from betahook.report.alerts import Alerts
-from betahook.report.names import joined
+from betahook.report.names import merge_numbered
 from betahook.tap.recorder import ATTRIBUTE
 
 INTERVAL = 10
@@ -162,7 +162,7 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
     unmatched = [each for each in globs if not any(fnmatch.fnmatchcase(path, each) for path in seen.found)]
     if unmatched or not chosen:
         wrong = ", ".join(map(repr, unmatched)) if chosen else repr(choice)
-        there = ", ".join(joined(seen.found))
+        there = ", ".join(merge_numbered(seen.found))
         raise ValueError(f"layers={wrong} matches none of the attention layers of {name}: {there}")
     if (getattr(model, "tp_size", None) or 1) > 1 and any(found.route != "interface" for found in chosen.values()):
         raise UnsupportedModelError(

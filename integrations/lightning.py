@@ -21,7 +21,7 @@ from betahook.models.discovery import survey
 from betahook.options import ControllerChoice
 from betahook.report.findings import Findings
 from betahook.report.glance import TAG, TrackedPicture
-from betahook.report.metrics import MetricName, check_names, chosen
+from betahook.report.metrics import MetricName, check_names, select
 from betahook.report.summary import Summary
 from betahook.step import training_loss
 
@@ -131,7 +131,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         every = trainer.log_every_n_steps  # 0 for never
         if trainer.is_global_zero and every and trainer.global_step % every == 0:
             with self.hook.layers.reading_once():
-                details, findings = chosen(self.hook.metrics(), self._quantities), self.hook.findings()
+                details, findings = select(self.hook.metrics(), self._quantities), self.hook.findings()
             logs, step = {**self._summarise(findings), **details}, trainer.global_step - 1
             for each in trainer.loggers:  # Lightning logs the loss of the first step as that of step 0
                 each.log_metrics(dict(logs), step=step)

@@ -25,7 +25,7 @@ from betahook.models.discovery import shown_name
 from betahook.report.alerts import Alert, Alerts
 from betahook.report.findings import Findings
 from betahook.report.glance import TAG, TrackedPicture
-from betahook.report.metrics import MetricName, chosen
+from betahook.report.metrics import MetricName, select
 from betahook.report.summary import Summary
 from betahook.tap.override import Override
 
@@ -114,7 +114,7 @@ class Reports:
         ) -> Any:
             if logs is not None and is_training(logs):
                 self._read()
-                logs = {**logs, **self._summary, **chosen(self._metrics, self._quantities), **self._shown(name)}
+                logs = {**logs, **self._summary, **select(self._metrics, self._quantities), **self._shown(name)}
             return on_log(args, state, control, logs=logs, **kwargs)
 
         return joined

@@ -24,7 +24,7 @@ from betahook.examination import examine_hooked
 from betahook.keep.refusals import foresee
 from betahook.keep.restoring import read_for, restore_saved
 from betahook.report.document import Block, Document, Table, Text
-from betahook.report.names import factor, grouped
+from betahook.report.names import format_factor, grouped
 
 LEFT_BEHIND = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ckpt*", "*.ot", "*.onnx", "*.gguf"),  # weights
@@ -120,7 +120,7 @@ def fold(folder: str, out: str) -> Document:
     betahook.fold(hook)
     _save(model, target, Path(folder))
     changed = sum(bool((gain != 1).any()) for gain in gains)
-    low, high = (factor(float(end), 3) for end in torch.cat(gains).aminmax())
+    low, high = (format_factor(float(end), 3) for end in torch.cat(gains).aminmax())
     said = (
         f"Beta, {low if low == high else f'{low} to {high}'} times the model's own, is in the weights of {changed} of "
         f"{len(hook.layers)} layers. The outputs before and after agree; the model no longer needs betahook."

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
 from betahook.report.document import Document, Table, Text
-from betahook.report.names import fitting
+from betahook.report.names import shorten_to
 
 PIPED = 200
 """Width if the output is not a terminal, so that each row stays on one line."""
@@ -59,7 +59,7 @@ def _names(table: Table, width: int) -> list[str]:
     first, *others = zip(*table.rows, strict=True) if table.rows else [()]
     widths = [max(map(len, (name, *cells))) for name, cells in zip(table.header[1:], others, strict=False)]
     left = width - sum(min(each, FOLDED) + BETWEEN for each in widths)
-    return fitting(first, max(left, NAME))
+    return shorten_to(first, max(left, NAME))
 
 
 def _least_width(table: Table, names: list[str]) -> int:

@@ -46,7 +46,7 @@ def checked(owner: object, notes: Sequence[Note], units: int) -> Sequence[Note]:
     return notes
 
 
-def joined(notes: Sequence[Note]) -> Note:
+def combine_controller_notes(notes: Sequence[Note]) -> Note:
     """Combine the notes of several controllers on one beta, in their order."""
     return Note(
         next((note.phase for note in notes if note.phase is not None), None),
@@ -55,7 +55,7 @@ def joined(notes: Sequence[Note]) -> Note:
     )
 
 
-def pooled(notes: Sequence[Note]) -> Note:
+def combine_head_notes(notes: Sequence[Note]) -> Note:
     """Combine the notes on the heads of a layer: the most common phase and reason, and the mean move."""
     (common, count), *_ = Counter(replace(note, move=0.0) for note in notes).most_common(1)
     share = f" ({count} of {len(notes)} heads)" if count < len(notes) and common.reason else ""

@@ -20,7 +20,7 @@ from betahook.layer import Layers
 from betahook.report import metrics
 from betahook.report.conditions import HELP, WORRYING, Condition, Numbers, advise, classify
 from betahook.report.document import Table, on_one_line
-from betahook.report.names import factor, listed, plain, ranges, short_names
+from betahook.report.names import format_factor, format_number, listed, ranges, short_names
 from betahook.state.state import State
 
 logger = logging.getLogger("betahook")
@@ -125,12 +125,12 @@ class Findings(tuple[Finding, ...]):
         if measured:
             largest, label = max(measured, key=lambda pair: pair[0].numbers.max_logit)
             sentences.append(
-                f"The largest logit is {plain(largest.numbers.max_logit)} "
+                f"The largest logit is {format_number(largest.numbers.max_logit)} "
                 f"(layer {label}, head {largest.max_logit_head})."
             )
             gains = [gain for finding, _ in measured for gain in finding.head_gains if gain > 0]
             if gains:
-                low, high = factor(min(gains)), factor(max(gains))
+                low, high = format_factor(min(gains)), format_factor(max(gains))
                 times = "" if low == high == "1" else f"{low if low == high else f'{low} to {high}'} times "
                 sentences.append(f"Beta is {times}the model's own.")
         return " ".join(sentences)
@@ -273,13 +273,13 @@ def _cells(finding: Finding, label: str) -> list[str]:
     flat = math.exp(numbers.flat_entropy)
     heads = [f"{condition}: {ranges(which, NAMED)}" for condition, which in finding.heads.items()]
     cells = [
-        _cell(plain(numbers.logit_std, 2), numbers.logit_std),
-        _cell(plain(numbers.max_logit), numbers.max_logit),
-        _cell(f"{plain(numbers.keys)} of {plain(flat)}", numbers.keys, flat),
-        _cell(f"{factor(finding.gain)} x", finding.gain),
+        _cell(format_number(numbers.logit_std, 2), numbers.logit_std),
+        _cell(format_number(numbers.max_logit), numbers.max_logit),
+        _cell(f"{format_number(numbers.keys)} of {format_number(flat)}", numbers.keys, flat),
+        _cell(f"{format_factor(finding.gain)} x", finding.gain),
     ]
     move = 100 * (10**finding.note.move - 1)
-    moved = f"{'+' * (move > 0)}{plain(move, 2)} %" if move else ""
+    moved = f"{'+' * (move > 0)}{format_number(move, 2)} %" if move else ""
     return [label, str(finding.condition), str(finding.since), *cells, moved, "; ".join(heads)]
 
 

@@ -68,7 +68,7 @@ def check_names(quantities: Iterable[MetricName] | Literal["all"]) -> tuple[Metr
     return asked
 
 
-def chosen(metrics: Mapping[str, float], quantities: Sequence[MetricName]) -> dict[str, float]:
+def select(metrics: Mapping[str, float], quantities: Sequence[MetricName]) -> dict[str, float]:
     """Return the metrics (`quantity/layer` to a number) of the given quantities."""
     return {key: value for key, value in metrics.items() if key.split("/")[0] in quantities}
 

@@ -16,7 +16,7 @@ def short_names(layers: Iterable[str]) -> list[str]:
     return [".".join(name[first : len(name) - last]) or ".".join(name) for name in parts]
 
 
-def fitting(names: Sequence[str], length: int) -> list[str]:
+def shorten_to(names: Sequence[str], length: int) -> list[str]:
     """Shorten names to `length` characters, or to the fewest beyond it that keep them distinct.
 
     Words that all names share are left out first, then the middle: `encoder.block.0.layer.0.SelfAttention` becomes
@@ -54,10 +54,10 @@ def grouped(texts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     names: dict[str, list[str]] = {}
     for name, text in texts:
         names.setdefault(text, []).append(name)
-    return [(name, text) for text, each in names.items() for name in joined(each)]
+    return [(name, text) for text, each in names.items() for name in merge_numbered(each)]
 
 
-def joined(names: Iterable[str]) -> list[str]:
+def merge_numbered(names: Iterable[str]) -> list[str]:
     """Join names that differ only by a number in one place, trying the last place first."""
     parts = [tuple(name.split(".")) for name in names]
     for place in reversed(range(max(map(len, parts), default=0))):
@@ -83,16 +83,16 @@ def ranges(numbers: Iterable[int], most: int) -> str:
     return f"{shown} and {_others(left_out)}" if left_out else shown
 
 
-def plain(number: float, digits: int = 3) -> str:
+def format_number(number: float, digits: int = 3) -> str:
     """Write a number with `digits` significant digits, without an exponent if a reader needs none: `11,300`."""
     return f"{float(f'{number:.{digits}g}') + 0.0:,.12g}"  # -0.0 + 0.0 is 0.0
 
 
-def factor(number: float, digits: int = 2) -> str:
-    """Write a factor as `plain` does, with more digits if it would read 1 but is not; float32 rounds to 1e-7."""
-    while plain(number, digits) == "1" and abs(number - 1) > 1e-6:
+def format_factor(number: float, digits: int = 2) -> str:
+    """Write a factor like `format_number`, with more digits if it would read 1 but is not; float32 rounds to 1e-7."""
+    while format_number(number, digits) == "1" and abs(number - 1) > 1e-6:
         digits += 1
-    return plain(number, digits)
+    return format_number(number, digits)
 
 
 def _with_numbers(names: Sequence[tuple[str, ...]], place: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from betahook.report.charts import ticks
 from betahook.report.conditions import Condition, classify
 from betahook.report.findings import Findings
 from betahook.report.history import Column, History
-from betahook.report.names import elided, fitting
+from betahook.report.names import elided, shorten_to
 from betahook.report.panels import Panel, colormap, palette, panels, place_of_entropy, place_of_gain
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _pixels(history: History) -> bytes:
     page, latest, columns = new_page(), history.latest, history.columns
     assert latest is not None
     _write_header(page, columns, latest)
-    labels = [_fitting(page, label, 8, WIDEST) for label in fitting(latest.labels, LABEL)]
+    labels = [_shorten_to_width(page, label, 8, WIDEST) for label in shorten_to(latest.labels, LABEL)]
     margin = max(NARROWEST, 48 + max(_width(page, label, 8) for label in labels))
     between = margin + 84
     width = (RIGHT - margin - between) / 2
@@ -137,7 +137,7 @@ def _width(page: Axes, text: str, size: float, weight: str = "normal") -> float:
     return float(canvas.get_renderer().get_text_width_height_descent(text, font, False)[0])
 
 
-def _fitting(page: Axes, text: str, size: float, room: float, weight: str = "normal") -> str:
+def _shorten_to_width(page: Axes, text: str, size: float, room: float, weight: str = "normal") -> str:
     """Leave out the middle of a text that is wider than `room` pixels."""
     shown, length = text, math.ceil(len(text) * room / max(_width(page, text, size, weight), 1))
     while _width(page, shown, size, weight) > room:
@@ -158,11 +158,11 @@ def _write_header(page: Axes, columns: Sequence[Column], latest: Findings) -> No
     first, _, rest = f"Step {columns[-1].last}: {summary}".partition(". ")
     first = first.removesuffix(".")
     left, right = 0.03 * PIXELS[0], 0.97 * PIXELS[0]
-    _write(page, left, 21, _fitting(page, first, 11, right - left, "bold"), 11, weight="bold")
+    _write(page, left, 21, _shorten_to_width(page, first, 11, right - left, "bold"), 11, weight="bold")
     if _width(page, first, 11, "bold") + _width(page, rest, 10) + 30 < right - left:
         _write(page, right, 21, rest, 10, "right")
     else:
-        _write(page, left, 44, _fitting(page, rest, 10, right - left), 10)
+        _write(page, left, 44, _shorten_to_width(page, rest, 10, right - left), 10)
     shown = [numbers for column in columns for numbers in column.numbers]
     shown += [numbers for finding in latest for numbers in finding.head_numbers]
     if any(numbers.nonfinite > 0 for numbers in shown):

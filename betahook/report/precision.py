@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from betahook.report.names import plain
+from betahook.report.names import format_number
 
 FORMATS = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 NEAR = 0.25
@@ -82,7 +82,7 @@ class Precision:
         if share > NEAR:
             return "overflows" if share > 1 else f"near overflow ({share:.0%} of the range)"
         if error > COARSE:
-            return f"weights off by {error:.0%}" if error < 1 else f"weights off {plain(1 + error, 2)}-fold"
+            return f"weights off by {error:.0%}" if error < 1 else f"weights off {format_number(1 + error, 2)}-fold"
         return "not measured" if self.unmeasured else "fine"
 
 

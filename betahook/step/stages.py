@@ -15,7 +15,7 @@ from torch import Tensor
 
 from betahook.control import base
 from betahook.control.base import DECADES, Controller, Observation
-from betahook.control.notes import Note, checked, joined, pooled
+from betahook.control.notes import Note, checked, combine_controller_notes, combine_head_notes
 from betahook.layer import Layers
 from betahook.measure import ranks, statistics
 from betahook.measure.groups import GroupBeta
@@ -239,8 +239,8 @@ def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
             said = controller.explain(beta, observation, memory)
             for unit, note in enumerate(checked(controller, said, len(beta))):
                 notes[unit].append(note)
-    units = [joined(of_unit) for of_unit in notes]
-    of_layers = units if len(units) == len(layers) else [pooled(units[each.heads]) for each in state.ranges]
+    units = [combine_controller_notes(of_unit) for of_unit in notes]
+    of_layers = units if len(units) == len(layers) else [combine_head_notes(units[each.heads]) for each in state.ranges]
     alone = Note(reason="left alone")
     return [alone if layer.refusal else note for layer, note in zip(layers.values(), of_layers, strict=True)]
 

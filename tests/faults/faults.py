@@ -171,7 +171,7 @@ FAULTS = [
         "self._summarise(self._findings), self._image",
         "tests/unit/integrations/test_reports.py",
     ),
-    Fault("integrations/reports.py", "**chosen(self._metrics, self._quantities),", "**self._metrics,"),
+    Fault("integrations/reports.py", "**select(self._metrics, self._quantities),", "**self._metrics,"),
     Fault("betahook/report/summary.py", "max(measured, key=lambda each", "min(measured, key=lambda each"),
     Fault(
         "integrations/tensorboard.py",
@@ -2590,6 +2590,6 @@ FAULTS = [
     ),
     Fault("betahook/report/pictures.py", "if x - half >= end + GAP:", "if True:"),
     Fault("betahook/report/pictures.py", "if len(set(written)) == len(steps) else", "if True else"),
-    Fault("betahook/report/pictures.py", "_fitting(page, rest, 10, right - left)", "rest"),
-    Fault("betahook/report/pictures.py", "_fitting(page, label, 8, WIDEST)", "label"),
+    Fault("betahook/report/pictures.py", "_shorten_to_width(page, rest, 10, right - left)", "rest"),
+    Fault("betahook/report/pictures.py", "_shorten_to_width(page, label, 8, WIDEST)", "label"),
 ]

@@ -9,7 +9,7 @@ import torch
 import betahook
 from betahook import Cap, Clip, Gradient, Monitor, Search, Variance
 from betahook.control.base import apply
-from betahook.control.notes import Note, checked, joined, pooled
+from betahook.control.notes import Note, checked, combine_controller_notes, combine_head_notes
 from betahook.control.opening import Phase
 from support.models import build
 from support.observations import observe
@@ -100,11 +100,13 @@ def test_the_other_controllers():
 
 def test_notes_are_put_together():
     up, down = Note(Phase.SEARCH, 0.1, "up"), Note(Phase.SEARCH, -0.2, "down")
-    assert joined([Note(reason="held"), up, Note(reason="Cap")]) == Note(Phase.SEARCH, 0.1, "held; up; Cap")
-    assert joined([]) == Note()
+    assert combine_controller_notes([Note(reason="held"), up, Note(reason="Cap")]) == Note(
+        Phase.SEARCH, 0.1, "held; up; Cap"
+    )
+    assert combine_controller_notes([]) == Note()
     steeper = Note(Phase.SEARCH, 0.4, "up")
-    assert pooled([down, up, steeper]) == Note(Phase.SEARCH, pytest.approx(0.1), "up (2 of 3 heads)")
-    assert pooled([down, up, down]) == Note(Phase.SEARCH, pytest.approx(-0.1), "down (2 of 3 heads)")
+    assert combine_head_notes([down, up, steeper]) == Note(Phase.SEARCH, pytest.approx(0.1), "up (2 of 3 heads)")
+    assert combine_head_notes([down, up, down]) == Note(Phase.SEARCH, pytest.approx(-0.1), "down (2 of 3 heads)")
     assert str(Note(Phase.WARM_UP, 0.0, "low")) == "warm-up: low"
     assert str(Note()) == ""
 

@@ -2,7 +2,16 @@
 
 import pytest
 
-from betahook.report.names import fitting, grouped, joined, listed, plain, ranges, short_names, zero_padded
+from betahook.report.names import (
+    format_number,
+    grouped,
+    listed,
+    merge_numbered,
+    ranges,
+    short_names,
+    shorten_to,
+    zero_padded,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +51,7 @@ def test_short_names(names, short):
     ],
 )
 def test_names_that_differ_by_a_number_are_joined(names, expected):
-    assert joined(names) == expected
+    assert merge_numbered(names) == expected
     assert grouped((name, "4 heads of 8") for name in names) == [(name, "4 heads of 8") for name in expected]
 
 
@@ -93,13 +102,13 @@ T5 += [
     ],
 )
 def test_names_that_fit(names, length, shown):
-    assert fitting(names, length) == shown
+    assert shorten_to(names, length) == shown
 
 
 @pytest.mark.parametrize("length", range(1, 45))
 def test_names_that_fit_are_still_apart(length):
     names = [*T5, "decoder.block.1.layer.1.EncDecAttention"]
-    shown = fitting(names, length)
+    shown = shorten_to(names, length)
     assert len(set(shown)) == len(names)
     assert length < 15 or max(map(len, shown)) <= length
 
@@ -113,7 +122,7 @@ def test_padded_names_sort_as_numbers_do():
 
 
 def test_numbers_that_are_read_at_a_glance():
-    written = [plain(number) for number in (11252.9, 0.00195312, 8.0, 99.96, 1e30, float("nan"), float("inf"))]
+    written = [format_number(number) for number in (11252.9, 0.00195312, 8.0, 99.96, 1e30, float("nan"), float("inf"))]
     assert written == ["11,300", "0.00195", "8", "100", "1e+30", "nan", "inf"]
-    assert plain(720.4, 2) == "720"
-    assert plain(-0.0) == "0"
+    assert format_number(720.4, 2) == "720"
+    assert format_number(-0.0) == "0"
