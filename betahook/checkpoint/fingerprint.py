@@ -101,15 +101,17 @@ def _adapters_among_others(fingerprint: Mapping[str, Tensor], model: nn.Module) 
     if not adapters:
         return set()
     for name in fingerprint:
-        for place, part in _places(name):
+        for place, part in _split_at_each_part(name):
             saved[place].add(part)
-    places = {name: [p for p, part in _places(name) if part == adapter][-1] for name, adapter in adapters.items()}
+    places = {
+        name: [p for p, part in _split_at_each_part(name) if part == adapter][-1] for name, adapter in adapters.items()
+    }
     for name, place in places.items():
         own[place].add(adapters[name])
     return {name for name, place in places.items() if own[place] != saved[place]}
 
 
-def _places(name: str) -> Iterator[tuple[tuple[str, str], str]]:
+def _split_at_each_part(name: str) -> Iterator[tuple[tuple[str, str], str]]:
     """Yield, for each part of a dotted name, what comes before and after it, and the part itself.
 
     `a.b.c` gives `(("", "b.c"), "a")`, `(("a", "c"), "b")` and `(("a.b", ""), "c")`.

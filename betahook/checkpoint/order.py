@@ -28,14 +28,14 @@ def of_layers(state: dict[str, Any], names: Sequence[str], head_dims: Mapping[st
     heads: dict[str, int] = state["layers"]
     if list(heads) == list(names):
         return state
-    by_layer, by_head = _places(dict.fromkeys(heads, 1), names), _places(heads, names)
-    by_component = _places({name: count * head_dims[name] for name, count in heads.items()}, names)
-    places = {**dict.fromkeys(BY_LAYER, by_layer), **dict.fromkeys(BY_COMPONENT, by_component)}
+    by_layer, by_head = _indices(dict.fromkeys(heads, 1), names), _indices(heads, names)
+    by_component = _indices({name: count * head_dims[name] for name, count in heads.items()}, names)
+    indices = {**dict.fromkeys(BY_LAYER, by_layer), **dict.fromkeys(BY_COMPONENT, by_component)}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     by_unit = by_head if state["options"]["per_head"] else by_layer
     return {
         **state,
-        **{name: value[..., places.get(name, by_head)] for name, value in tensors.items()},
+        **{name: value[..., indices.get(name, by_head)] for name, value in tensors.items()},
         "layers": {name: heads[name] for name in names},
         "order": list(names),
         "controllers": [
@@ -57,7 +57,7 @@ def of_part(state: dict[str, Any], path: str, head_dims: Mapping[str, int]) -> d
     return {**part, "layers": layers, "order": list(layers)}
 
 
-def _places(widths: Mapping[str, int], names: Sequence[str]) -> Tensor:
+def _indices(widths: Mapping[str, int], names: Sequence[str]) -> Tensor:
     """Return the indices at which the entries of the layers lie now, in the order of `names`; `widths` counts them.
 
     With `widths={"a": 2, "b": 1}` and `names=["b", "a"]`, these are `[2, 0, 1]`.

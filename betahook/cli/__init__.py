@@ -13,8 +13,8 @@ import betahook
 from betahook.cli import terminal
 from betahook.report import html
 
-OBSTACLES = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
-"""Errors that say what to do; any other is a bug in betahook, and shows its traceback."""
+USER_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
+"""Errors that tell the user what to do; any other is a bug in betahook, and shows its traceback."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
                 html.write(document, page)
         if command == "report":
             print(f"{page}: open it in a browser")
-    except OBSTACLES as error:
+    except USER_ERRORS as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         print(f"betahook {command}: {reason}", file=sys.stderr)
         return 1

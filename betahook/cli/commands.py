@@ -55,7 +55,7 @@ def inspect(name: str) -> Document:
     marked, state = checkpoint.is_marked(model), models.state(name)
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
         with hook.pause():
-            _run_on_nothing(model)
+            _run_on_meta(model)
         layers, obstacles = list(hook.layers.values()), foresee(hook, from_weights=False)
         count = "1 attention layer" if len(layers) == 1 else f"{len(layers)} attention layers"
         steps = f" at step {state['steps']}" if state else ""
@@ -67,7 +67,7 @@ def inspect(name: str) -> Document:
                 str(layer.heads),
                 str(layer.head_dim),
                 pages.number(layer.beta_default) or "unknown",
-                *_places(layer),
+                *_projection_names(layer),
                 obstacles.get(layer, "possible"),
             ]
             for layer in layers
@@ -214,7 +214,7 @@ def _windows(name: str, text: str, length: int, count: int) -> torch.Tensor:
     return ids[: len(ids) // length * length].view(-1, length)[:count]
 
 
-def _run_on_nothing(model: PreTrainedModel) -> None:
+def _run_on_meta(model: PreTrainedModel) -> None:
     """Run a forward on the meta device, which shows the own beta of each layer that it reaches before it fails."""
     # With a cache, transformers does not search the positions for packed sequences, which needs their values.
     cached = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
@@ -222,7 +222,7 @@ def _run_on_nothing(model: PreTrainedModel) -> None:
         model.eval()(**models.an_input(model), **cached)
 
 
-def _places(layer: betahook.AttentionLayer) -> list[str]:
+def _projection_names(layer: betahook.AttentionLayer) -> list[str]:
     """Return the names of W_q and W_k relative to the attention module; empty if they are not known."""
     if layer.projections is None:
         return ["", ""]

@@ -1945,7 +1945,7 @@ FAULTS = [
     Fault("betahook/checkpoint/pretrained.py", "self.are_running = False", "pass"),
     Fault("betahook/checkpoint/pretrained.py", '["save_pretrained", "save"] if', '["save_pretrained"] if'),
     Fault("betahook/checkpoint/pretrained.py", "args[0] if args else next(iter(options.values()))", "args[0]"),
-    Fault("betahook/checkpoint/order.py", "value[..., places.get(name, by_head)]", "value"),
+    Fault("betahook/checkpoint/order.py", "value[..., indices.get(name, by_head)]", "value"),
     Fault("betahook/checkpoint/order.py", "**dict.fromkeys(BY_COMPONENT, by_component)", ""),
     Fault("betahook/checkpoint/order.py", "{name: value[by_unit] for", "{name: value for"),
     Fault("betahook/checkpoint/order.py", 'by_head if state["options"]["per_head"] else by_layer', "by_layer"),
