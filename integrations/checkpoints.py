@@ -42,8 +42,9 @@ def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """
     if not isinstance(output_dir, str | os.PathLike):
         raise TypeError(f"last_checkpoint(output_dir) takes the folder of a run; got {output_dir!r}")
-    begun = filter(checkpoint.is_begun, _checkpoints(Path(output_dir)))
-    return next((str(folder) for folder in begun if _is_whole(folder) and not _is_plain(folder)), None)
+    begun = filter(checkpoint.was_save_started, _checkpoints(Path(output_dir)))
+    whole = filter(_is_whole, begun)
+    return next((str(folder) for folder in whole if not _was_saved_without_betahook(folder)), None)
 
 
 def _checkpoints(run: Path) -> list[Path]:
@@ -56,7 +57,7 @@ def _checkpoints(run: Path) -> list[Path]:
 def set_unfinished_aside(run: Path) -> None:
     """Rename the checkpoints of a run with betahook that are newer than its newest complete one."""
     folders = _checkpoints(run)
-    if not any(checkpoint.is_begun(folder) or not any(folder.iterdir()) for folder in folders):
+    if not any(checkpoint.was_save_started(folder) or not any(folder.iterdir()) for folder in folders):
         return  # nothing is known of a run without betahook
     unfinished = list(itertools.takewhile(lambda folder: not _is_whole(folder), folders))
     whole = next(iter(folders[len(unfinished) :]), "none")
@@ -80,11 +81,11 @@ def set_unfinished_aside(run: Path) -> None:
 def _is_whole(folder: Path) -> bool:
     """Return True if the Trainer's state, which is written last, and the hook's state, if saved, can be read."""
     try:
-        if _is_plain(folder):
+        if _was_saved_without_betahook(folder):
             return True
         config = checkpoint.read_config(folder / CONFIG_NAME) if (folder / CONFIG_NAME).exists() else None
         # A hooked transformers model saves the state of its hook before its config.
-        if config is None or checkpoint.MARK in config or checkpoint.is_begun(folder):
+        if config is None or checkpoint.MARK in config or checkpoint.was_save_started(folder):
             checkpoint.read(folder).check_files()
     except checkpoint.ForeignStateError:
         return True  # e.g. of a newer betahook; resuming from it raises the error
@@ -96,7 +97,7 @@ def _is_whole(folder: Path) -> bool:
 def save(hook: Hook, folder: Path) -> None:
     """Save the state of a hook to a checkpoint that the Trainer has written."""
     checkpoint.save(hook, folder)
-    if checkpoint.is_in_shards(folder) and hook.layers.are_adapted:
+    if checkpoint.has_fsdp_shards(folder) and hook.layers.are_adapted:
         _warn_of_shards(folder.parent)
 
 
@@ -128,7 +129,7 @@ def _holds(folder: Path, state: TrainerState) -> bool:
     return there.global_step == state.global_step and json.dumps(there.log_history) == json.dumps(state.log_history)
 
 
-def put(hook: Hook, state: TrainerState, owner: TrainerCallback) -> None:
+def add_to_state(hook: Hook, state: TrainerState, owner: TrainerCallback) -> None:
     """Put the hook's state into the Trainer's state, and so into its checkpoints.
 
     The hook is not read now, but whenever the Trainer writes its state. `owner` is the callback with the hook.
@@ -142,7 +143,7 @@ def owner_in(state: TrainerState) -> TrainerCallback | None:
     return snapshot.owner if isinstance(snapshot, _Snapshot) else None
 
 
-def forget(state: TrainerState) -> None:
+def remove_from_state(state: TrainerState) -> None:
     """Remove the hook's state from the Trainer's state."""
     _callback_states(state).pop(_KEY, None)
 
@@ -163,7 +164,7 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
     places = [Path(named), last] if isinstance(named, str) else [last]
     saved = _saved_state(state)
     if (folder := next((place for place in places if _holds(place, state)), None)) is not None:
-        if not _is_plain(folder):
+        if not _was_saved_without_betahook(folder):
             _continue(hook, checkpoint.read(folder))
             return
         begins = "stays as the hook that was given has it" if hook.layers.are_adapted else "begins as the model's own"
@@ -211,7 +212,7 @@ def _load_found(hook: Hook, folder: str) -> bool:
     if not Path(folder).is_dir():
         logger.warning("the best checkpoint %s was deleted: beta stays that of the last step, as weights do", folder)
         return False
-    if not _is_plain(Path(folder)):
+    if not _was_saved_without_betahook(Path(folder)):
         saved = checkpoint.read(folder)
         # They do not fit after a pruned trial of a search, or if the Trainer cannot load weights that were renamed.
         if not saved.fits(hook.model):
@@ -226,13 +227,13 @@ def _load_found(hook: Hook, folder: str) -> bool:
     return True
 
 
-def _is_plain(folder: Path) -> bool:
+def _was_saved_without_betahook(folder: Path) -> bool:
     """Return True if a checkpoint was saved without betahook; a file of beta in it is then left from an earlier one."""
     state = TrainerState.load_from_json(str(folder / compat.TRAINER_STATE))
     if _saved_state(state) is not None or checkpoint.is_marked_folder(folder):
         return False
     # Version 0.1.0 put nothing into the Trainer's state, but its files have no fingerprint, which tells them apart.
-    return not checkpoint.is_begun(folder) or checkpoint.names_weights(folder)
+    return not checkpoint.was_save_started(folder) or checkpoint.has_fingerprint(folder)
 
 
 def _saved_state(state: TrainerState) -> Any:

@@ -118,7 +118,7 @@ class BetaHookCallback(TrainerCallback):
         self._unfinished = unfinished
         self._reports: Reports | None = None
         self._handler: CallbackHandler | None = None  # set by `watch`
-        self._taking_marked: list[weakref.finalize[Any, BetaHookCallback]] = []
+        self._end_accepting: list[weakref.finalize[Any, BetaHookCallback]] = []
 
     def on_init_end(
         self,
@@ -129,7 +129,7 @@ class BetaHookCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if model is not None:  # it may load a marked checkpoint before, or without, any training
-            self._taking_marked.append(weakref.finalize(self, checkpoint.take_marked(model).remove))
+            self._end_accepting.append(weakref.finalize(self, checkpoint.accept_marked_weights(model).remove))
         with args.main_process_first(local=args.save_on_each_node, desc="looking for unfinished checkpoints"):
             if args.should_save:
                 checkpoints.set_unfinished_aside(Path(args.output_dir or "."))
@@ -138,8 +138,8 @@ class BetaHookCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         resumed, model = state.global_step > 0, kwargs["model"]
-        while self._taking_marked:
-            self._taking_marked.pop()()
+        while self._end_accepting:
+            self._end_accepting.pop()()
         _refuse_second(self, checkpoints.owner_in(state))
         if self._given is None:
             self._leave_last(model, resumed)
@@ -160,7 +160,7 @@ class BetaHookCallback(TrainerCallback):
         if self.hook is not self._given:
             _training.add(self.hook)
             makers.note(self.hook, self)
-        checkpoints.put(self.hook, state, self)
+        checkpoints.add_to_state(self.hook, state, self)
         if self._on_end == "fold":
             warn_of_refusals(self.hook)
         if self._reports is not None:  # of an interrupted training
@@ -230,7 +230,7 @@ class BetaHookCallback(TrainerCallback):
                 training.provide_input(hook, kwargs.get("train_dataloader"))
                 fold_or_warn(hook, self._unfinished, is_best=is_best)
             if not hook.attached:
-                checkpoints.forget(state)
+                checkpoints.remove_from_state(state)
         finally:
             if self._reports is not None:
                 self._reports.close()

@@ -89,7 +89,7 @@ class Saved:
         Raises:
             ValueError: the weights differ.
         """
-        with naming(self.place):
+        with naming_place(self.place):
             fingerprint.refuse_other_weights(self.entries, model)
 
     def check_files(self) -> None:
@@ -99,7 +99,7 @@ class Saved:
             ValueError: the weights differ, or their files are damaged.
         """
         try:
-            with naming(self.place):
+            with naming_place(self.place):
                 fingerprint.refuse_other_files(self.entries, self.folder)
         except SafetensorError as error:
             raise ValueError(
@@ -113,7 +113,7 @@ class Saved:
             ValueError: the state belongs to another model or other controllers, or was saved with other weights.
         """
         self.check(hook.model)
-        with naming(self.place):
+        with naming_place(self.place):
             hook.load_state_dict(self.state)
 
 
@@ -146,7 +146,7 @@ def read(folder: str | os.PathLike[str]) -> Saved:
         raise FileNotFoundError(
             f"{path} does not exist: the checkpoint was saved without betahook. Load its model and begin a new run"
         )
-    with reading(path, SafetensorError), safe_open(path, "pt") as file:
+    with reporting_damage(path, SafetensorError), safe_open(path, "pt") as file:
         header = (file.metadata() or {}).get(HEADER)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
     return _put_together(header, tensors, path)
@@ -164,7 +164,7 @@ def read_exported(exported: dict[str, str], place: str) -> Saved:
     Raises:
         ValueError: it is damaged, or not betahook's; the message names the place.
     """
-    with reading(place, SafetensorError, KeyError, TypeError, ValueError):
+    with reporting_damage(place, SafetensorError, KeyError, TypeError, ValueError):
         tensors = tensors_of_bytes(base64.b64decode(exported["tensors"], validate=True))
     return _put_together(exported.get("header"), tensors, place)
 
@@ -175,12 +175,12 @@ def finished(run: Path) -> list[Path]:
     return [folder for folder in folders if not folder.name.startswith(UNFINISHED)]
 
 
-def is_begun(folder: str | os.PathLike[str]) -> bool:
+def was_save_started(folder: str | os.PathLike[str]) -> bool:
     """Return True if `save` was called for a folder, even if it did not finish."""
     return any(Path(folder).glob(f"{Path(FILE).stem}.*"))
 
 
-def names_weights(folder: str | os.PathLike[str]) -> bool:
+def has_fingerprint(folder: str | os.PathLike[str]) -> bool:
     """Return True if the file in a folder has a fingerprint of its weights, as since version 0.2.0."""
     try:
         with safe_open(Path(folder, FILE), "pt") as file:
@@ -189,13 +189,13 @@ def names_weights(folder: str | os.PathLike[str]) -> bool:
         return False
 
 
-def is_in_shards(folder: Path) -> bool:
+def has_fsdp_shards(folder: Path) -> bool:
     """Return True if a checkpoint holds FSDP shards, which can be merged or loaded without a warning about beta."""
     return any(folder.glob(SHARDS))
 
 
 @contextmanager
-def naming(place: object, kind: type[ValueError] = ValueError) -> Iterator[None]:
+def naming_place(place: object, kind: type[ValueError] = ValueError) -> Iterator[None]:
     """Raise a ValueError again as one of this kind, with the place where the state was found in its message."""
     try:
         yield
@@ -204,7 +204,9 @@ def naming(place: object, kind: type[ValueError] = ValueError) -> Iterator[None]
 
 
 @contextmanager
-def reading(place: object, *errors: type[Exception], remedy: str = "resume from an older checkpoint") -> Iterator[None]:
+def reporting_damage(
+    place: object, *errors: type[Exception], remedy: str = "resume from an older checkpoint"
+) -> Iterator[None]:
     """Raise these errors again as a ValueError that says that the file is damaged, and what to do."""
     try:
         yield
@@ -223,7 +225,7 @@ def _take_apart(hook: Savable, weights: Mapping[str, Tensor] | None = None) -> t
 
 def _put_together(header: str | None, tensors: dict[str, Tensor], place: str | Path) -> Saved:
     """Return what `_take_apart` split; `place` says where it was found, for messages."""
-    with reading(place, ValueError, RecursionError):  # of json, or of int for too many digits
+    with reporting_damage(place, ValueError, RecursionError):  # of json, or of int for too many digits
         content = None if header is None else json.loads(header)
     if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
         raise ValueError(f"{place} is not the state of a hook: its header has no entry {HEADER!r} with a state")
@@ -231,7 +233,7 @@ def _put_together(header: str | None, tensors: dict[str, Tensor], place: str | P
     if content.get("sha256") != _checksum(state, tensors):
         raise ValueError(f"{place} is damaged (its checksum does not match); resume from an older checkpoint")
     entries = {name: tensors.pop(name) for name in list(tensors) if name.startswith(FINGERPRINT)}
-    with naming(place, ForeignStateError):
+    with naming_place(place, ForeignStateError):
         for name, tensor in tensors.items():
             _put_tensor(state, name, tensor)
         return Saved(place, schema.parse(state), {n.removeprefix(FINGERPRINT): x for n, x in entries.items()})

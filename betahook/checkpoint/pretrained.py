@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import CONFIG_NAME
 
 from betahook import compat
-from betahook.checkpoint.file import FILE, Savable, Stateful, reading, save
+from betahook.checkpoint.file import FILE, Savable, Stateful, reporting_damage, save
 from betahook.checkpoint.order import is_in, of_part
 from betahook.layer import Layers
 from betahook.models.discovery import named_modules
@@ -35,7 +35,8 @@ MARK = "betahook"
 ADAPTER_CONFIG = "adapter_config.json"
 NEEDS_RESTORE = "needs_betahook_restore"
 """Name of the tensor beside the weights, and of a key in an adapter's config, of which any loader warns."""
-NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
+RESTORE_HINT = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
+"""Value of the mark in a config, for people who read it."""
 
 
 def _refuse_copy(layers: Layers, attributes: copies.Attributes) -> None:
@@ -103,7 +104,7 @@ def _connect(model: nn.Module, hook: Savable, layers: Layers, saves: _Saves, und
     for name in _writers(model):
         _connect_method(name, model, hook, layers, saves, undo)
     if _is_of_transformers(model):
-        copies.keep_hook(model, take_marked(model), undo)
+        copies.keep_hook(model, accept_marked_weights(model), undo)
 
 
 def _writers(model: nn.Module) -> list[str]:
@@ -144,7 +145,7 @@ def _connect_method(name: str, model: nn.Module, hook: Savable, layers: Layers, 
     override = Override(model, name, save_pretrained, undo)
 
 
-def take_marked(model: nn.Module) -> RemovableHandle:
+def accept_marked_weights(model: nn.Module) -> RemovableHandle:
     """Let a model load marked weights as if they had no mark, until the handle is removed."""
     handle: RemovableHandle = model.register_load_state_dict_pre_hook(_take_off_mark)
     return handle
@@ -163,8 +164,8 @@ def _is_of_transformers(model: object) -> bool:
 def _marked(model: nn.Module, weights: dict[str, Any] | None) -> Iterator[None]:
     """Mark a model while it is saved, and also `weights` if these are saved instead of its own."""
     with ExitStack() as undo:
-        if takes_notes(model):
-            setattr(model.config, MARK, NOTE)
+        if has_transformers_config(model):
+            setattr(model.config, MARK, RESTORE_HINT)
             undo.callback(delattr, model.config, MARK)
         if _is_of_transformers(model):
             model.register_buffer(NEEDS_RESTORE, torch.ones(1))
@@ -180,7 +181,7 @@ def is_marked(model: nn.Module) -> bool:
     return hasattr(getattr(model, "config", None), MARK)
 
 
-def takes_notes(model: nn.Module) -> bool:
+def has_transformers_config(model: nn.Module) -> bool:
     """Return True if a model has a transformers config, which saves any attribute that is set on it."""
     return hasattr(getattr(model, "config", None), "to_json_file")
 
@@ -202,7 +203,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is damaged; the message names it.
     """
-    with reading(path, ValueError, RecursionError, remedy="take another checkpoint"):
+    with reporting_damage(path, ValueError, RecursionError, remedy="take another checkpoint"):
         config = json.loads(path.read_bytes())
         if not isinstance(config, dict):
             raise ValueError(f"it holds {config!r:.20} in place of a dictionary")
@@ -218,7 +219,7 @@ def unmarked(model: nn.Module) -> Iterator[None]:
                 undo.callback(compat.replace_config, part, part.config)
                 compat.replace_config(part, {key: value for key, value in part.config.items() if key != MARK})
             else:
-                undo.callback(setattr, part.config, MARK, NOTE)
+                undo.callback(setattr, part.config, MARK, RESTORE_HINT)
                 delattr(part.config, MARK)
         yield
         undo.pop_all()
@@ -233,7 +234,7 @@ def _mark_files(model: nn.Module, folder: Path) -> None:
         marks[folder / CONFIG_NAME] = MARK
     for path, mark in marks.items():
         if path.is_file():
-            path.write_text(json.dumps({**json.loads(path.read_bytes()), mark: NOTE}, indent=2, sort_keys=True))
+            path.write_text(json.dumps({**json.loads(path.read_bytes()), mark: RESTORE_HINT}, indent=2, sort_keys=True))
 
 
 def follow_adapters(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -> None:

@@ -29,7 +29,7 @@ from betahook.models.scaling import Scaling
 from betahook.version import __version__
 
 logger = logging.getLogger(__name__)
-NOTE = "betahook_folded"
+FOLDED_KEY = "betahook_folded"
 """Config key of the note that a fold leaves. Not `checkpoint.MARK`, which says that the weights lack beta."""
 TAG = "betahook"
 
@@ -165,14 +165,14 @@ def fold_or_warn(hook: Hook, unfinished: Unfinished, *, is_best: bool = False) -
 def _leave_note(hook: Hook, gains: Tensor) -> None:
     """Record the fold in the config of a transformers model, and tag its model card for the Hub."""
     model: Any = hook.model
-    if checkpoint.takes_notes(model):
+    if checkpoint.has_transformers_config(model):
         note = {
             "version": __version__,
             "controllers": hook.trained_by or [repr(controller) for controller in hook.controllers],
             "steps": hook.steps,
             "beta_over_own": [float(f"{float(limit):.6g}") for limit in gains.aminmax()],
         }
-        setattr(model.config, NOTE, note)
+        setattr(model.config, FOLDED_KEY, note)
     if hasattr(model, "add_model_tags"):
         model.add_model_tags([TAG])
 

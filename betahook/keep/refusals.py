@@ -159,15 +159,15 @@ def refuse(plan: FoldPlan) -> None:
 def foresee(hook: Hook, *, from_weights: bool) -> dict[AttentionLayer, str]:
     """Return the layers whose beta could not be folded after training, each with the reason.
 
-    Betas are assumed to have moved, and to differ between heads if each head has its own. Only the `STANDING` refusals
-    and those of the model are checked: a fold may find further reasons. `from_weights` is False for a model on the meta
-    device, whose weights cannot be looked at.
+    Betas are assumed to have moved, and to differ between heads if each head has its own. Only the refusals of
+    the model and the `BETA_INDEPENDENT_REFUSALS` are checked: a fold may find further reasons. `from_weights` is False
+    for a model on the meta device, whose weights cannot be looked at.
     """
     layers = hook.layers.values()
     factors = partial(torch.linspace, 2.0, 2.0 + hook.settings.per_head, dtype=torch.float64, device="cpu")
     plan = FoldPlan(hook, hook.model, {layer: factors(layer.heads) for layer in layers}, from_weights)
     of_model = _first(MODEL_REFUSALS, plan)
-    reasons = {layer: of_model or _first(STANDING, plan, layer) for layer in layers}
+    reasons = {layer: of_model or _first(BETA_INDEPENDENT_REFUSALS, plan, layer) for layer in layers}
     return {layer: reason for layer, reason in reasons.items() if reason is not None}
 
 
@@ -328,7 +328,7 @@ def weight_would_overflow(plan: FoldPlan, layer: AttentionLayer) -> str | None:
 
 
 MODEL_REFUSALS: list[Callable[[FoldPlan], str | None]] = [weights_are_sharded, prompts_are_saved_alone]
-STANDING: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
+BETA_INDEPENDENT_REFUSALS: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     query_is_clipped,
     norm_is_shared_by_heads,
     projection_is_unknown,
@@ -343,7 +343,7 @@ STANDING: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
 LAYER_REFUSALS: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     beta_is_lost,
     beta_is_unknown,
-    *STANDING,
+    *BETA_INDEPENDENT_REFUSALS,
     weight_is_shared,  # from here on, all weights are known to be readable
     memory_is_shared,
     weight_would_overflow,

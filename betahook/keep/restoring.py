@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME
 
 from betahook import checkpoint
 from betahook.hook import Hook, attach, hooks_of
-from betahook.keep.folding import NOTE
+from betahook.keep.folding import FOLDED_KEY
 from betahook.models.discovery import named_modules
 from betahook.options import ControllerChoice, Settings
 from betahook.version import __version__
@@ -70,7 +70,7 @@ def restore_saved(model: nn.Module, saved: checkpoint.Saved, controller: Control
             state["controllers"] = hook.state_dict()["controllers"]
         with ExitStack() as undo:
             undo.callback(hook.detach)
-            with checkpoint.naming(place):
+            with checkpoint.naming_place(place):
                 hook.load_state_dict(state)
             saved.check(model)
             undo.pop_all()
@@ -97,8 +97,8 @@ def _model_with(names: list[str], model: nn.Module, saved: checkpoint.Saved) -> 
 
 def _is_merged(model: Any, path: Path) -> bool:
     """Return True if the weights may have been merged from shards beside the file at `path`, and so have no mark."""
-    is_bare = checkpoint.is_in_shards(path.parent) or not (path.parent / CONFIG_NAME).exists()
-    return path.exists() and is_bare and not hasattr(model.config, NOTE)
+    is_bare = checkpoint.has_fsdp_shards(path.parent) or not (path.parent / CONFIG_NAME).exists()
+    return path.exists() and is_bare and not hasattr(model.config, FOLDED_KEY)
 
 
 def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> checkpoint.Saved:
@@ -117,7 +117,9 @@ def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> checkpoint.Sav
         )
     marked = checkpoint.is_marked(model)
     # An adapter is saved with a config of its own: that of the model then has no mark.
-    may_be_plain = checkpoint.takes_notes(model) and not hasattr(model, "peft_config") and not _is_merged(model, path)
+    may_be_plain = (
+        checkpoint.has_transformers_config(model) and not hasattr(model, "peft_config") and not _is_merged(model, path)
+    )
     if may_be_plain and not marked:
         load = f"; for a new model, load the weights of {path.parent} first, with from_pretrained"
         raise ValueError(

@@ -29,7 +29,7 @@ def end(rank, folder, finder):
         if step == 1 and rank == finder:
             best.mkdir()
             checkpoint.save(hook, best)
-            checkpoints.put(hook, state, callback)
+            checkpoints.add_to_state(hook, state, callback)
             state.save_to_json(str(best / "trainer_state.json"))
     if rank == finder or finder == 0:  # a resumed Trainer forgets a folder that it does not find
         state.best_model_checkpoint = str(best)

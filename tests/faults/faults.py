@@ -991,9 +991,11 @@ FAULTS = [
         "tests/unit/keep/test_folding.py::test_an_unfinished_beta_is_folded_by_choice",
     ),
     Fault("betahook/layer.py", "if self._are_read or", "if", "tests/unit/integrations/test_tensorboard.py"),
-    Fault("betahook/keep/restoring.py", " and not hasattr(model.config, NOTE)", ""),
-    Fault("betahook/keep/restoring.py", "checkpoint.is_in_shards(path.parent) or ", ""),
-    Fault("integrations/checkpoints.py", "is_in_shards(folder) and hook.layers.are_adapted", "is_in_shards(folder)"),
+    Fault("betahook/keep/restoring.py", " and not hasattr(model.config, FOLDED_KEY)", ""),
+    Fault("betahook/keep/restoring.py", "checkpoint.has_fsdp_shards(path.parent) or ", ""),
+    Fault(
+        "integrations/checkpoints.py", "has_fsdp_shards(folder) and hook.layers.are_adapted", "has_fsdp_shards(folder)"
+    ),
     Fault("betahook/keep/restoring.py", "controller is None else controller", "not controller else controller"),
     Fault(
         "betahook/step/stages.py",
@@ -1979,7 +1981,7 @@ FAULTS = [
     ),
     Fault(
         "integrations/trainer.py",
-        "self._taking_marked.append(weakref.finalize(self, checkpoint.take_marked(model).remove))",
+        "self._end_accepting.append(weakref.finalize(self, checkpoint.accept_marked_weights(model).remove))",
         "pass",
         of_trainer("the_mark_of_weights_without_beta_is_expected_where_a_run_goes_on", "test_checkpoints.py"),
     ),
@@ -2459,8 +2461,8 @@ FAULTS = [
     ),
     Fault(
         "integrations/trainer.py",
-        "self._taking_marked.pop()()",
-        "self._taking_marked.pop()",
+        "self._end_accepting.pop()()",
+        "self._end_accepting.pop()",
         of_trainer("the_mark_of_weights_without_beta_is_expected_where_a_run_goes_on", "test_checkpoints.py"),
     ),
     Fault("betahook/measure/largest.py", "other if masked is None else masked | other", "other"),

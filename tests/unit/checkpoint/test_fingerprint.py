@@ -214,7 +214,7 @@ def test_the_next_save_takes_away_what_a_crash_left(tmp_path):
     with betahook.attach(build("llama"), controller="monitor") as hook:
         with mock.patch.object(files.os, "replace", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             checkpoint.save(hook, tmp_path)
-        assert checkpoint.is_begun(tmp_path)
+        assert checkpoint.was_save_started(tmp_path)
         assert checkpoint.FILE not in os.listdir(tmp_path)
         checkpoint.save(hook, tmp_path)
     assert os.listdir(tmp_path) == [checkpoint.FILE]

@@ -162,7 +162,7 @@ def test_a_run_that_has_checkpoints_already_may_go_on_with_betahook(tmp_path, ca
     trainer.train(resume_from_checkpoint=True)
     assert caplog.text.count("checkpoint-4 was saved without betahook: beta begins as the model's own") == 1
     assert callback.hook.steps == 2
-    assert checkpoint.is_begun(tmp_path / "checkpoint-6")
+    assert checkpoint.was_save_started(tmp_path / "checkpoint-6")
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
     assert not callback.hook.layers.are_adapted  # as the best model was
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
@@ -236,7 +236,7 @@ def test_a_later_training_without_betahook_is_that_of_its_checkpoints(copy_of_ru
     assert ("unexpected keys in the checkpoint model loaded: ['needs_betahook_restore']" in caplog.text) == resumed
     caplog.clear()
     for step in (4, 6):
-        assert checkpoint.is_begun(copy_of_run / f"checkpoint-{step}")
+        assert checkpoint.was_save_started(copy_of_run / f"checkpoint-{step}")
         if not config:
             (copy_of_run / f"checkpoint-{step}/config.json").unlink()
     expected = content(copy_of_run)
