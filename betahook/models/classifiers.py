@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from betahook import compat
-from betahook.models.code import PRODUCTS, SOFTMAXES, is_users, names_held, operations, scripted
+from betahook.models.code import PRODUCTS, SOFTMAXES, is_user_module, names_held, operations, scripted
 from betahook.models.families import facts
 
 Route = Literal["interface", "torch", "by hand"]
@@ -93,7 +93,7 @@ def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verd
     used = names(compat.class_of(module))
     if hasattr(module, "processor"):  # diffusers separates the attention's code from the module that owns the weights
         used |= names(type(module.processor))
-    if is_users(module):
+    if is_user_module(module):
         used |= names_held(module)
     suspect = Suspect(module, used, used.union(*(names(compat.class_of(part)) for part in _parts(module))))
     verdicts = (classifier(suspect) for classifier in CLASSIFIERS)
@@ -134,7 +134,7 @@ def asks_interface(suspect: Suspect) -> Verdict | None:
 def asks_torch(suspect: Suspect) -> Verdict | None:
     """Attention by torch or a named kernel; "by hand" if its code, or torch's multi-head one, may take a softmax."""
     used, kernels = suspect.used, {"scaled_dot_product_attention"}
-    if is_users(suspect.module):
+    if is_user_module(suspect.module):
         used, kernels = suspect.used_below, kernels | NAMED_KERNELS
     if not used & (TORCH_ATTENTION | kernels):
         return None
@@ -170,7 +170,7 @@ def has_no_name(suspect: Suspect) -> Verdict | None:
     if is_named(suspect.module):
         return None
     has_weights = has_matrix(suspect.module)  # without one, it is a part of its caller
-    computes = is_users(suspect.module) and _has_product_and_softmax(suspect)
+    computes = is_user_module(suspect.module) and _has_product_and_softmax(suspect)
     return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
 
 
@@ -183,7 +183,7 @@ def is_by_hand(suspect: Suspect) -> Verdict | None:
 def has_name_only(suspect: Suspect) -> Verdict | None:
     """A module named attention; if its name goes on, as in `AttentionOutput`, its code must mention a softmax."""
     name = compat.class_of(suspect.module).__name__
-    has_softmax = is_users(suspect.module) and any("softmax" in used.lower() for used in suspect.used)
+    has_softmax = is_user_module(suspect.module) and any("softmax" in used.lower() for used in suspect.used)
     return UNKNOWN_CODE if has_softmax or re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
 
 

@@ -35,8 +35,8 @@ def names_used(kind: type) -> frozenset[str]:
 
     Functions that they call are included; in a class of `LIBRARIES`, only those that patched-in user methods call.
     """
-    if not is_own(kind):
-        patches = _closed(method for method in methods(kind) if is_users_function(method))
+    if not is_user_class(kind):
+        patches = _closed(method for method in methods(kind) if is_user_function(method))
         called = (value for patch in patches for value in _named(patch) if isinstance(value, FunctionType))
         return _names_in([*methods(kind), *called])
     functions = reachable(kind)
@@ -52,7 +52,7 @@ def names_held(module: nn.Module) -> frozenset[str]:
 
 def functions_held(module: nn.Module) -> list[FunctionType]:
     """User-defined functions that a module holds as attributes, and those that they call."""
-    return _closed(value for value in _held(module) if is_users_function(value))
+    return _closed(value for value in _held(module) if is_user_function(value))
 
 
 def functions_of(module: nn.Module) -> list[FunctionType]:
@@ -60,7 +60,7 @@ def functions_of(module: nn.Module) -> list[FunctionType]:
     parts = list(module.modules())
     held = [function for part in parts for function in functions_held(part)]
     kinds = {class_of(part): None for part in parts}
-    return held + [function for kind in kinds if is_own(kind) for function in reachable(kind)]
+    return held + [function for kind in kinds if is_user_class(kind) for function in reachable(kind)]
 
 
 def argument_names(module: nn.Module) -> list[str]:
@@ -72,11 +72,11 @@ def argument_names(module: nn.Module) -> list[str]:
 
 
 def _held(module: nn.Module) -> Iterator[object]:
-    values = map(whole, vars(module).values())
+    values = map(without_partial, vars(module).values())
     return (inspect.unwrap(value) if isinstance(value, FunctionType) else value for value in values)
 
 
-def whole(value: Any) -> Any:
+def without_partial(value: Any) -> Any:
     """The function inside a `functools.partial`; any other value as it is."""
     return value.func if isinstance(value, functools.partial) else value
 
@@ -92,22 +92,22 @@ def names_in(function: FunctionType) -> frozenset[str]:
 
 def _real_names(function: FunctionType) -> set[str]:
     """Names under which the callees of a function were defined, which compiled functions share with their originals."""
-    called = (whole(function.__globals__.get(name)) for name in function.__code__.co_names)
+    called = (without_partial(function.__globals__.get(name)) for name in function.__code__.co_names)
     names = (getattr(each, "__name__", None) for each in called if callable(each))
     return {name for name in names if isinstance(name, str)}
 
 
-def is_own(kind: type) -> bool:
+def is_user_class(kind: type) -> bool:
     """True for a class that is not from one of `LIBRARIES`, but user-defined."""
     return not _is_of_library(kind.__module__)
 
 
-def is_users(module: nn.Module) -> bool:
+def is_user_module(module: nn.Module) -> bool:
     """True for a module whose class is user-defined."""
-    return is_own(class_of(module))
+    return is_user_class(class_of(module))
 
 
-def is_users_function(value: object) -> TypeGuard[FunctionType]:
+def is_user_function(value: object) -> TypeGuard[FunctionType]:
     """True for a Python function that is not from one of `LIBRARIES`, but user-defined."""
     return isinstance(value, FunctionType) and not _is_of_library(value.__module__)
 
@@ -119,7 +119,7 @@ def methods(kind: type) -> list[FunctionType]:
 
 def _members(kind: type) -> list[Callable[..., Any]]:
     members = {name: member for cls in reversed(_classes(kind)) for name, member in vars(cls).items()}
-    return [inspect.unwrap(whole(member)) for member in members.values() if callable(member)]
+    return [inspect.unwrap(without_partial(member)) for member in members.values() if callable(member)]
 
 
 def scripted(kind: type) -> list[ScriptFunction[Any, Any]]:
@@ -164,7 +164,7 @@ def _inherited(kind: type) -> Iterator[FunctionType]:
 
 def _names_one(member: object, bases: Collection[type]) -> bool:
     """True for a method whose code uses `super`, or refers to one of the bases under any name."""
-    function = inspect.unwrap(whole(member))
+    function = inspect.unwrap(without_partial(member))
     if not isinstance(function, FunctionType):
         return False
     return "super" in names_in(function) or any(isinstance(each, type) and each in bases for each in _named(function))
@@ -187,7 +187,7 @@ def namespaces(names: Iterable[str], *first: dict[str, Any]) -> list[dict[str, A
 
 def _called(function: FunctionType) -> Iterator[FunctionType]:
     """Yield user-defined functions and static methods that code names, and the forwards of autograd functions."""
-    return filter(is_users_function, _named(function))
+    return filter(is_user_function, _named(function))
 
 
 def _named(function: FunctionType) -> Iterator[object]:
@@ -199,7 +199,7 @@ def _named(function: FunctionType) -> Iterator[object]:
         except ValueError:  # the cell is still empty
             continue
     spaces = namespaces({*names, *cells}, function.__globals__, cells)
-    values = [whole(space.get(name)) for space in spaces for name in {*names, *cells}]
+    values = [without_partial(space.get(name)) for space in spaces for name in {*names, *cells}]
     of_classes = [vars(value).get(name) for value in values if isinstance(value, type) for name in names]
     values += [member.__func__ for member in of_classes if isinstance(member, staticmethod)]
     for value in values:

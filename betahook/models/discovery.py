@@ -29,7 +29,7 @@ from betahook.models.classifiers import (
     has_matrix,
     is_named,
 )
-from betahook.models.code import is_users, names_used
+from betahook.models.code import is_user_module, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
 from betahook.models.labels import Linear, MadeOf
@@ -116,7 +116,7 @@ class AttentionModule:
         """Return True if the weight at a place alone determines the features and lies wholly on this rank."""
         owner, found = self.module.get_submodule(place.owner), at_place(self.module, place)
         # A user-defined owner may do more than multiply; and ranks must agree on what they gather.
-        multiplies = is_users(self.module) and (owner is self.module or not is_users(owner))
+        multiplies = is_user_module(self.module) and (owner is self.module or not is_user_module(owner))
         return multiplies and found is not None and not found.is_sharded
 
 
@@ -210,7 +210,7 @@ def _attends_itself(module: nn.Module, used: Set[str]) -> bool:
     only softmax is a log-softmax, such as that over the classes that a model returns.
     """
     of_classes = used & SOFTMAX and used & SOFTMAX <= LOG_SOFTMAX
-    return is_users(module) and bool(used & ASKED or (stated(module)[0] and not of_classes) or is_named(module))
+    return is_user_module(module) and bool(used & ASKED or (stated(module)[0] and not of_classes) or is_named(module))
 
 
 Try = Callable[[nn.Module], trial.Outcome | None]
@@ -251,7 +251,7 @@ def _sized(module: nn.Module, route: Route, tried: Try) -> AttentionModule | Non
     """The attention with its size, as the module states it or a trial shows it; None if it remains unknown."""
     said = count_heads(module)
     # transformers' own classes state their size, and most have projections of known names.
-    is_known = not is_users(module) and (said is None or locate(module, *said) is not None)
+    is_known = not is_user_module(module) and (said is None or locate(module, *said) is not None)
     outcome = (None if is_known else tried(module)) or trial.Outcome()
     size = _size(module, said, outcome)
     return None if size is None else AttentionModule(module, *size, route, facts(module), outcome.places)
@@ -267,13 +267,13 @@ def _size(module: nn.Module, said: tuple[int, int] | None, outcome: trial.Outcom
     # A size that contradicts the module counts only some of the queries, as in ProbSparse attention.
     if outcome.size is not None and stated(module)[0] in (None, outcome.size[0]):
         return outcome.size
-    return from_scale(module) if is_users(module) else None
+    return from_scale(module) if is_user_module(module) else None
 
 
 def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
     """Settle the verdicts on modules that contain attention and on doubtful ones, innermost first."""
     for module, verdict in reversed(list(verdicts.items())):
-        if not is_users(module) or (verdict.route is None and verdict != UNKNOWN_CODE):
+        if not is_user_module(module) or (verdict.route is None and verdict != UNKNOWN_CODE):
             continue
         inner = {part for part in _inside(module) if verdicts[part].route is not None}
         whole = {part for part in inner if has_matrix(part) or count_heads(part) is not None}

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import has_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from betahook.models import stand_ins
-from betahook.models.code import functions_of, is_users_function
+from betahook.models.code import functions_of, is_user_function
 from betahook.models.torch_calls import in_place_of_torch
 
 GUARDS = (has_torch_function, has_torch_function_unary, has_torch_function_variadic)
@@ -36,7 +36,7 @@ def blinded(module: nn.Module) -> Iterator[None]:
 
 def is_handed_over(function: object) -> bool:
     """True for a user function that handed itself over to a mode, rather than wrapping a kernel or one of torch's."""
-    is_theirs = is_users_function(function) and not hasattr(function, "__wrapped__")
+    is_theirs = is_user_function(function) and not hasattr(function, "__wrapped__")
     return is_theirs and in_place_of_torch(function) is None
 
 

@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from betahook import compat
 from betahook.models import families, layouts, materialise
-from betahook.models.code import is_users
+from betahook.models.code import is_user_module
 from betahook.models.layouts import Select
 from betahook.models.places import Place
 
@@ -178,7 +178,7 @@ def _fit(module: nn.Module, query: Projection, key: Projection, heads: int, head
     key_heads, left = divmod(of_key, head_dim)
     if left or not key_heads or heads % key_heads:
         return False
-    return of_query == heads * head_dim or not is_users(module)
+    return of_query == heads * head_dim or not is_user_module(module)
 
 
 def latent(module: nn.Module, heads: int, head_dim: int) -> Pair | None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from betahook.models.code import whole
+from betahook.models.code import without_partial
 
 _ATTRIBUTE = "_betahook_stand_in"
 """Attribute of a stand-in that holds its `_Replaced`."""
@@ -65,7 +65,7 @@ def _replaced(namespace: Namespace, name: str, make: Callable[[Any], Any]) -> _R
     if replaced is not None and replaced.namespace is namespace and replaced.name == name:
         return replaced
     made = make(function)
-    setattr(whole(made), _ATTRIBUTE, new := _Replaced(namespace, name, function))
+    setattr(without_partial(made), _ATTRIBUTE, new := _Replaced(namespace, name, function))
     _assign(namespace, name, made)
     return new
 
@@ -75,5 +75,5 @@ def _of_stand_in(value: Any) -> _Replaced | None:
 
     It is an attribute of the function inside a partial, since copies of a partial would share an attribute of its own.
     """
-    replaced = getattr(whole(value), _ATTRIBUTE, None)
+    replaced = getattr(without_partial(value), _ATTRIBUTE, None)
     return replaced if isinstance(replaced, _Replaced) else None

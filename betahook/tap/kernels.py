@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from betahook.measure import masks
 from betahook.measure.masks import Band, GivenMask
 from betahook.models import selective, stand_ins
-from betahook.models.code import functions_of, is_own, names_in, namespaces, whole
+from betahook.models.code import functions_of, is_user_class, names_in, namespaces, without_partial
 from betahook.models.torch_calls import Call, is_causal_bias
 from betahook.tap.recorder import Recorder
 
@@ -276,7 +276,7 @@ def _names_looked_up(module: nn.Module) -> Iterator[tuple[stand_ins.Namespace, I
     parts = list(module.modules())
     for part in parts:
         yield vars(part), list(vars(part))
-    for kind in dict.fromkeys(kind for part in parts for kind in type(part).__mro__ if is_own(kind)):
+    for kind in dict.fromkeys(kind for part in parts for kind in type(part).__mro__ if is_user_class(kind)):
         yield kind, list(vars(kind))
     for function in functions_of(module):
         names = names_in(function)
@@ -289,7 +289,7 @@ def _names_looked_up(module: nn.Module) -> Iterator[tuple[stand_ins.Namespace, I
 
 def _is_kernel(value: Any) -> bool:
     """Return True for a kernel, including a static method or a partial of one."""
-    value = whole(value.__func__ if isinstance(value, staticmethod) else value)
+    value = without_partial(value.__func__ if isinstance(value, staticmethod) else value)
     name = getattr(value, "__name__", None)
     kernel = KERNELS.get(name) if isinstance(name, str) and callable(value) else None
     if kernel is None or name == "scaled_dot_product_attention":

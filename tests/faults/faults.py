@@ -1087,11 +1087,11 @@ FAULTS = [
     ),
     Fault(
         "betahook/models/code.py",
-        "[inspect.unwrap(whole(member))",
+        "[inspect.unwrap(without_partial(member))",
         "[inspect.unwrap(member)",
         "tests/unit/tap/test_kernels.py::test_a_kernel_called_by_name_is_measured_and_scaled_as_that_of_torch",
     ),
-    Fault("betahook/models/stand_ins.py", "setattr(whole(made),", "setattr(made,"),
+    Fault("betahook/models/stand_ins.py", "setattr(without_partial(made),", "setattr(made,"),
     Fault("betahook/tap/kernels.py", "for kind in type(part).__mro__ if", "for kind in [type(part)] if"),
     Fault("betahook/tap/kernels.py", "if isinstance(value, type):", "if False:"),
     Fault("betahook/tap/kernels.py", "*kernel.args, **kernel.keywords)", "*kernel.args)"),
@@ -1482,7 +1482,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/models/discovery.py",
-        "and (owner is self.module or not is_users(owner))",
+        "and (owner is self.module or not is_user_module(owner))",
         "",
         f"{PLACES}::test_nor_does_the_first_forward_take_it_for_that",
     ),
@@ -1605,10 +1605,10 @@ FAULTS = [
         "return Operand(mixed",
         f"{FORMS}::test_a_factor_on_keys_out_of_a_cache",
     ),
-    Fault("betahook/models/code.py", "whole(space.get(name))", "space.get(name)", DISCOVERED),
+    Fault("betahook/models/code.py", "without_partial(space.get(name))", "space.get(name)", DISCOVERED),
     Fault(
         "betahook/models/code.py",
-        "(whole(function.__globals__.get(name))",
+        "(without_partial(function.__globals__.get(name))",
         "(function.__globals__.get(name)",
         DISCOVERED,
     ),
@@ -2291,7 +2291,9 @@ FAULTS = [
     ),
     Fault("betahook/models/code.py", "any(isinstance(each, type)", "any(False", DISCOVERED),
     Fault("betahook/models/code.py", " and each in bases", "", DISCOVERED),
-    Fault("betahook/models/code.py", "function = inspect.unwrap(whole(member))", "function = member", DISCOVERED),
+    Fault(
+        "betahook/models/code.py", "function = inspect.unwrap(without_partial(member))", "function = member", DISCOVERED
+    ),
     Fault("betahook/models/trial.py", "[LENGTH, *of_masks, *stated]", "[LENGTH]", "tests/unit/models/test_trial.py"),
     Fault("betahook/models/labels.py", "if size == count * length", "if False", "tests/unit/models/test_streams.py"),
     Fault(
