@@ -1,6 +1,8 @@
 """Classifiers, which decide from the code of a module if it is attention and what its scores come from.
 
-`discovery.survey` calls `classify` for every module of a model; the first classifier with a verdict decides.
+`discovery.survey` calls `classify` for every module of a model; the first classifier with a verdict decides. Its name
+says what it may do: `accept` attention that betahook can reach, `refuse` attention that it cannot, `rule_out` what is
+none, or `doubt` a module, on which a trial may then decide.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ UNFOLLOWED_KERNELS = {
     "sageattn": "F.scaled_dot_product_attention",
 }
 """Other functions that are known to compute attention, each with what to call instead."""
-ASKED = TORCH_ATTENTION | NAMED_KERNELS
+FOLLOWED_FUNCTIONS = TORCH_ATTENTION | NAMED_KERNELS
+"""All functions that compute attention and that betahook follows."""
 LOG_SOFTMAX = {"log_softmax", "LogSoftmax"}
 SOFTMAX = {*SOFTMAXES, *LOG_SOFTMAX, "Softmax", "XSoftmax"}
 SCRIPTED = torch.jit.ScriptFunction.__name__
@@ -105,25 +108,25 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
     return (part for child in module.children() if not has_matrix(child) for part in child.modules())
 
 
-def known_otherwise(suspect: Suspect) -> Verdict | None:
+def rule_out_listed(suspect: Suspect) -> Verdict | None:
     """A class that `families` lists as something other than attention."""
     reason = facts(suspect.module).not_attention
     return None if reason is None else Verdict(obstacle=reason)
 
 
-def is_scripted(suspect: Suspect) -> Verdict | None:
+def refuse_scripted_module(suspect: Suspect) -> Verdict | None:
     """Attention compiled by `torch.jit`, whose calls cannot be seen."""
     name = suspect.module.original_name if isinstance(suspect.module, torch.jit.ScriptModule) else ""
     reason = f"torch.jit compiled this {name}, so that its products are out of sight; leave it in Python"
     return Verdict(obstacle=reason) if IN_NAME.search(name) else None
 
 
-def is_called_otherwise(suspect: Suspect) -> Verdict | None:
+def rule_out_own_call(suspect: Suspect) -> Verdict | None:
     """A module with its own `__call__`, which bypasses `forward`: its computation belongs to its caller."""
     return None if type(suspect.module).__call__ is nn.Module.__call__ else NO_ATTENTION
 
 
-def asks_interface(suspect: Suspect) -> Verdict | None:
+def accept_interface(suspect: Suspect) -> Verdict | None:
     """Attention that calls `get_interface` of transformers for its attention function."""
     if "get_interface" not in suspect.used:
         return None
@@ -131,7 +134,7 @@ def asks_interface(suspect: Suspect) -> Verdict | None:
     return Verdict("by hand" if bypasses is not None and bypasses(suspect.module) else "interface")
 
 
-def asks_torch(suspect: Suspect) -> Verdict | None:
+def accept_torch(suspect: Suspect) -> Verdict | None:
     """Attention by torch or a named kernel; "by hand" if its code, or torch's multi-head one, may take a softmax."""
     used, kernels = suspect.used, {"scaled_dot_product_attention"}
     if is_user_module(suspect.module):
@@ -141,7 +144,7 @@ def asks_torch(suspect: Suspect) -> Verdict | None:
     return Verdict("torch" if used & kernels and not used & SOFTMAX else "by hand")
 
 
-def asks_other_kernel(suspect: Suspect) -> Verdict | None:
+def refuse_other_kernel(suspect: Suspect) -> Verdict | None:
     """Attention by a kernel that betahook does not follow, unless the code also computes attention by hand."""
     called = next((name for name in UNFOLLOWED_KERNELS if name in suspect.used), None)
     if called is None or _has_product_and_softmax(suspect):
@@ -149,7 +152,7 @@ def asks_other_kernel(suspect: Suspect) -> Verdict | None:
     return Verdict(obstacle=f"it calls {called}, which is not followed: call {UNFOLLOWED_KERNELS[called]}")
 
 
-def calls_scripted(suspect: Suspect) -> Verdict | None:
+def refuse_scripted_function(suspect: Suspect) -> Verdict | None:
     """Attention whose product or softmax is inside a function compiled by `torch.jit.script`."""
     if SCRIPTED not in suspect.used_below or _has_product_and_softmax(suspect):
         return None
@@ -165,7 +168,7 @@ def calls_scripted(suspect: Suspect) -> Verdict | None:
     return Verdict(obstacle=reason)
 
 
-def has_no_name(suspect: Suspect) -> Verdict | None:
+def doubt_unnamed(suspect: Suspect) -> Verdict | None:
     """A module that is not named attention: its own product, softmax and matrix make it a candidate for a trial."""
     if is_named(suspect.module):
         return None
@@ -174,13 +177,13 @@ def has_no_name(suspect: Suspect) -> Verdict | None:
     return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
 
 
-def is_by_hand(suspect: Suspect) -> Verdict | None:
+def accept_by_hand(suspect: Suspect) -> Verdict | None:
     """Attention with a product and a softmax in its code, or that reads transformers' registry directly."""
     by_hand = _has_product_and_softmax(suspect) or "ALL_ATTENTION_FUNCTIONS" in suspect.used
     return Verdict("by hand") if by_hand else None
 
 
-def has_name_only(suspect: Suspect) -> Verdict | None:
+def doubt_name_only(suspect: Suspect) -> Verdict | None:
     """A module named attention; if its name goes on, as in `AttentionOutput`, its code must mention a softmax."""
     name = compat.class_of(suspect.module).__name__
     has_softmax = is_user_module(suspect.module) and any("softmax" in used.lower() for used in suspect.used)
@@ -206,7 +209,7 @@ def _has_product_and_softmax(suspect: Suspect) -> bool:
 
 
 CLASSIFIERS = (
-    *(known_otherwise, is_scripted, is_called_otherwise, asks_interface, asks_torch),
-    *(asks_other_kernel, calls_scripted, has_no_name, is_by_hand, has_name_only),
+    *(rule_out_listed, refuse_scripted_module, rule_out_own_call, accept_interface, accept_torch),
+    *(refuse_other_kernel, refuse_scripted_function, doubt_unnamed, accept_by_hand, doubt_name_only),
 )
 """In the order in which `classify` asks them."""

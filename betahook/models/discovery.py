@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from betahook import compat
 from betahook.models import trial
 from betahook.models.classifiers import (
-    ASKED,
+    FOLLOWED_FUNCTIONS,
     LOG_SOFTMAX,
     NO_ATTENTION,
     SOFTMAX,
@@ -210,7 +210,9 @@ def _attends_itself(module: nn.Module, used: Set[str]) -> bool:
     only softmax is a log-softmax, such as that over the classes that a model returns.
     """
     of_classes = used & SOFTMAX and used & SOFTMAX <= LOG_SOFTMAX
-    return is_user_module(module) and bool(used & ASKED or (stated(module)[0] and not of_classes) or is_named(module))
+    return is_user_module(module) and bool(
+        used & FOLLOWED_FUNCTIONS or (stated(module)[0] and not of_classes) or is_named(module)
+    )
 
 
 Try = Callable[[nn.Module], trial.Outcome | None]

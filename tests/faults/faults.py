@@ -1533,8 +1533,8 @@ FAULTS = [
     Fault("betahook/state/state.py", "sum_dtype(device) if value.dtype == torch.float64 else None", "None", STATE),
     Fault(
         "betahook/models/classifiers.py",
-        "known_otherwise, is_scripted, is_called",
-        "known_otherwise, is_called",
+        "rule_out_listed, refuse_scripted_module, rule_out_own",
+        "rule_out_listed, rule_out_own",
         DISCOVERED,
     ),
     Fault("betahook/state/gains.py", "if made_of != self._made_of", "if self._made_of is None"),
