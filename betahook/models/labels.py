@@ -31,11 +31,11 @@ ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 """Functions that may add a bias."""
 REDUCING = {"max", "min", "amax", "amin", "mean", "sum"}
 """Functions whose result keeps a label if all entries that they reduce share it."""
-FAR = 2**31
+PROJECTION_STRIDE = 2**31
 """Offset between the labels of two projections, larger than any number of features."""
 UNKNOWN = -1
 """Label of entries that do not come from a labelled tensor."""
-PAIR = FAR // 2
+COMPLEX_OFFSET = PROJECTION_STRIDE // 2
 """Offset added to the label of a complex entry's real part if its imaginary part is the next feature."""
 
 
@@ -46,12 +46,12 @@ def _pad(labels: Tensor, sides: Sequence[int], mode: str = "constant", value: fl
 
 def _as_complex(labels: Tensor) -> Tensor:
     first, second = labels.unbind(-1)
-    return first + PAIR * ((first != UNKNOWN) & (second == first + 1))
+    return first + COMPLEX_OFFSET * ((first != UNKNOWN) & (second == first + 1))
 
 
 def _as_real(labels: Tensor) -> Tensor:
-    paired = (labels != UNKNOWN) & (labels % FAR >= PAIR)
-    first = labels - PAIR * paired
+    paired = (labels != UNKNOWN) & (labels % PROJECTION_STRIDE >= COMPLEX_OFFSET)
+    first = labels - COMPLEX_OFFSET * paired
     return torch.stack([first, first + 1 * paired], -1)
 
 
@@ -103,13 +103,13 @@ class Labels(ByTensor[Tensor]):
     """The labels of the tensors in one forward, each with the shape of its tensor.
 
     Attributes:
-        linears: the linear map of each projection, at index `label // FAR`; None if it is unknown.
+        linears: the linear map of each projection, at index `label // PROJECTION_STRIDE`; None if it is unknown.
     """
 
     def __init__(
         self,
         is_learned: Callable[[Tensor], bool],
-        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         everywhere: bool = False,
     ) -> None:
@@ -117,14 +117,14 @@ class Labels(ByTensor[Tensor]):
 
         Args:
             is_learned: returns True for a tensor that holds weights; the output of a product with it is labelled.
-            apart: the context in which labels are computed.
+            context: the context in which labels are computed.
             everywhere: when one projection is applied to several heads, distinguish heads that lie along any leading
                 axis, not only along the first.
         """
         super().__init__()
         self.linears: list[Linear | None] = []
         self._of_numbers: int | None = None  # index of the entry in `linears` for numbers that are not features
-        self._is_learned, self._apart, self._everywhere = is_learned, apart, everywhere
+        self._is_learned, self._context, self._everywhere = is_learned, context, everywhere
 
     def put(self, tensor: Tensor, labels: Tensor) -> None:
         """Label a tensor, unless the labels are fake tensors without data."""
@@ -136,12 +136,12 @@ class Labels(ByTensor[Tensor]):
         if self._of_numbers is None:
             self._of_numbers = len(self.linears)
             self.linears.append(None)
-        self.put(tensor, numbers + FAR * self._of_numbers)
+        self.put(tensor, numbers + PROJECTION_STRIDE * self._of_numbers)
 
     def _put_features(self, tensor: Tensor, axes: Sequence[int], linear: Linear | None) -> None:
         """Label the output of a projection, whose features lie along `axes`, numbered in that order."""
         sizes = [tensor.shape[axis] for axis in axes]
-        numbers = torch.arange(math.prod(sizes), device=device_of(tensor)) + FAR * len(self.linears)
+        numbers = torch.arange(math.prod(sizes), device=device_of(tensor)) + PROJECTION_STRIDE * len(self.linears)
         labels = torch.empty(tensor.shape, dtype=numbers.dtype, device=numbers.device)
         labels.movedim(tuple(axes), tuple(range(-len(axes), 0))).copy_(numbers.view(sizes))
         self.put(tensor, labels)
@@ -151,30 +151,30 @@ class Labels(ByTensor[Tensor]):
         """Label an input whose features, produced elsewhere, lie along `axes` and its last axis, in that order."""
         self._put_features(tensor, [*axes, tensor.dim() - 1], None)
 
-    def _tell_heads_apart(self, tensor: Tensor, source: Tensor, alike: int) -> None:
+    def _tell_heads_apart(self, tensor: Tensor, source: Tensor, shared_axes: int) -> None:
         """Give the features of different heads different labels, where one projection of all heads labelled them alike.
 
-        Such heads lie in the leading axes that `tensor` and `source` have in common, `alike` in number.
+        Such heads lie in the leading axes that `tensor` and `source` have in common, `shared_axes` in number.
         """
         labels, of = self.get(tensor), self.get(source)
-        alike = alike if self._everywhere else min(alike, 1)
-        if labels is None or of is None or of.numel() == 0 or not 0 < alike < of.dim():
+        shared_axes = shared_axes if self._everywhere else min(shared_axes, 1)
+        if labels is None or of is None or of.numel() == 0 or not 0 < shared_axes < of.dim():
             return  # without axes beside those of the batch, nothing was projected
-        if of.shape[:alike] != labels.shape[:alike]:
+        if of.shape[:shared_axes] != labels.shape[:shared_axes]:
             return
-        _, heads = (of.flatten(alike).amin(alike) % FAR).unique(return_inverse=True)
+        _, heads = (of.flatten(shared_axes).amin(shared_axes) % PROJECTION_STRIDE).unique(return_inverse=True)
         if heads.any():
             self.linears[-1] = None  # all heads share its weight
-            apart = heads * int(labels.max() - labels.min() + 1)
-            self.put(tensor, labels + apart.view(*heads.shape, *(1 for _ in labels.shape[alike:])))
+            offsets = heads * int(labels.max() - labels.min() + 1)
+            self.put(tensor, labels + offsets.view(*heads.shape, *(1 for _ in labels.shape[shared_axes:])))
 
-    def streams(self, query: Tensor, length: int) -> int:
+    def count_streams(self, query: Tensor, length: int) -> int:
         """Count the projections whose outputs, `length` tokens each, are concatenated along the tokens of a query."""
         labels = self.get(query)
         if labels is None:
             return 1
-        with self._apart():
-            made_by = labels // FAR
+        with self._context():
+            made_by = labels // PROJECTION_STRIDE
             count = len(made_by.unique())
             axes = (axis for axis, size in enumerate(labels.shape) if size == count * length)
             return count if any(bool((made_by.amax(axis) > made_by.amin(axis)).any()) for axis in axes) else 1
@@ -182,7 +182,7 @@ class Labels(ByTensor[Tensor]):
     def note(self, call: Call, output: Any) -> None:
         """Label the output of a call."""
         name = call.name
-        with self._apart():
+        with self._context():
             if name in PROJECTIONS:
                 linear = _linear_of(call, output)
                 axis = PROJECTIONS[name] % output.dim()
@@ -213,8 +213,8 @@ class Labels(ByTensor[Tensor]):
             linear = Linear(source, weight, tuple(map(of_weight.index, made)), None, (output,))
             is_linear = _sums_all_but(made, weight, *axes)
             self._put_features(output, [*map(of_output.index, made)], linear if is_linear else None)
-            alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(of_source, of_output, strict=False))
-            self._tell_heads_apart(output, source, sum(1 for _ in alike))
+            leading = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(of_source, of_output, strict=False))
+            self._tell_heads_apart(output, source, sum(1 for _ in leading))
 
     def _note_bias(self, added: list[Tensor], output: Tensor) -> None:
         """Record the bias of a projection that only multiplies: a tensor added later, with one entry per feature."""
@@ -222,7 +222,7 @@ class Labels(ByTensor[Tensor]):
             labels = self.get(one)
             if labels is None or labels.numel() == 0 or other.dim() > labels.dim():
                 continue
-            number = int(labels.max()) // FAR
+            number = int(labels.max()) // PROJECTION_STRIDE
             linear = self.linears[number] if number >= 0 else None
             if linear is not None and linear.bias is None and _has_one_for_each(other, labels):
                 self.linears[number] = replace(linear, bias=other, outputs=(*linear.outputs, output))
@@ -248,13 +248,13 @@ class Labels(ByTensor[Tensor]):
                 self.put(part, moved)
             return
         labelled = [found for tensor in call.tensors if (found := self.get(tensor)) is not None and found.numel()]
-        mixed = len(labelled) > 1 and len({int(found.amax()) // FAR for found in labelled}) > 1
+        mixed = len(labelled) > 1 and len({int(found.amax()) // PROJECTION_STRIDE for found in labelled}) > 1
         # A real result of complex numbers, such as their modulus, mixes two features.
         mixed |= any(x.is_complex() for x in call.tensors) and not any(part.is_complex() for part in parts)
         for part in parts:
-            alike = next((found for found in labelled if found.shape == part.shape), None)
-            if alike is not None and (part.is_floating_point() or part.is_complex()):
-                kept = self._of_unknown_weight(alike) if mixed else alike
+            of_part = next((found for found in labelled if found.shape == part.shape), None)
+            if of_part is not None and (part.is_floating_point() or part.is_complex()):
+                kept = self._of_unknown_weight(of_part) if mixed else of_part
                 # Labels take the memory layout of their tensor, as `as_strided` depends on it.
                 self.put(part, kept.contiguous() if part.is_contiguous() else kept)
 
@@ -268,7 +268,7 @@ class Labels(ByTensor[Tensor]):
     def _of_unknown_weight(self, labels: Tensor) -> Tensor:
         """Relabel features as those of a new projection whose linear map is unknown."""
         self.linears.append(None)
-        return labels.where(labels == UNKNOWN, labels % FAR + FAR * (len(self.linears) - 1))
+        return labels.where(labels == UNKNOWN, labels % PROJECTION_STRIDE + PROJECTION_STRIDE * (len(self.linears) - 1))
 
     def _labels_or_none(self, tensor: Tensor) -> Tensor:
         labels = self.get(tensor)
@@ -293,7 +293,7 @@ def _sums_all_but(made: Sequence[str], weight: Tensor, of_source: str, of_weight
 def _has_one_for_each(bias: Tensor, labels: Tensor) -> bool:
     """True if a tensor added to features has one entry per feature, in the order of their numbers."""
     sizes = [1] * (labels.dim() - bias.dim()) + list(bias.shape)
-    along = labels[tuple(slice(None if n > 1 else 1) for n in sizes)].flatten() % FAR
+    along = labels[tuple(slice(None if n > 1 else 1) for n in sizes)].flatten() % PROJECTION_STRIDE
     return torch.equal(along, torch.arange(bias.numel(), device=along.device))
 
 
@@ -323,8 +323,8 @@ def features_of_heads(
     own, left = divmod(len(known), head_dim)
     if not own or left or heads % own:
         return None
-    projection = int(known[0]) // FAR
-    if int(known[-1]) // FAR != projection:
+    projection = int(known[0]) // PROJECTION_STRIDE
+    if int(known[-1]) // PROJECTION_STRIDE != projection:
         return None
     for parts in _by_head(labels, {own, heads}, batch):
         found = [part[part != UNKNOWN].unique() for part in parts]
@@ -333,7 +333,7 @@ def features_of_heads(
         every, shared = torch.stack(found), len(found) // own
         rows = every[::shared]
         if len(rows.unique()) == len(known) and torch.equal(rows.repeat_interleave(shared, 0), every):
-            return Features(projection, rows % FAR)
+            return Features(projection, rows % PROJECTION_STRIDE)
     return None
 
 

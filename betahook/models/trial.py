@@ -341,7 +341,7 @@ class _Watch(TorchFunctionMode):
 
     def _size(self, rows: int, head_dim: int, query: Tensor) -> tuple[int, int] | None:
         """Number of heads, from the number of score rows, and d_k; None if queries and tokens differ in number."""
-        heads, left = divmod(rows, self.tokens * self.labels.streams(query, self.tokens // BATCH))
+        heads, left = divmod(rows, self.tokens * self.labels.count_streams(query, self.tokens // BATCH))
         return None if left else (heads, head_dim)
 
 

@@ -1229,8 +1229,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/models/labels.py",
-        "alike if self._everywhere else min(alike, 1)",
-        "min(alike, 1)",
+        "shared_axes if self._everywhere else min(shared_axes, 1)",
+        "min(shared_axes, 1)",
         f"{AXES}::test_heads_that_share_a_projection_are_told_apart_by_what_it_projects",
     ),
     Fault(
@@ -1241,7 +1241,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/models/labels.py",
-        "sum(1 for _ in alike)",
+        "sum(1 for _ in leading)",
         "1",
         f"{AXES}::test_heads_that_share_a_projection_are_told_apart_by_what_it_projects",
     ),
@@ -1425,8 +1425,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/models/labels.py",
-        "if mixed else alike",
-        "if False else alike",
+        "if mixed else of_part",
+        "if False else of_part",
         f"{PLACES}::test_what_no_weight_alone_makes_is_not_taken_for_its_rows",
     ),
     Fault("betahook/models/labels.py", "len(rows) != head_dim for", "len(rows) == 0 for", PLACES),
@@ -1435,7 +1435,7 @@ FAULTS = [
     Fault("betahook/models/labels.py", "labels[head::count] for head", "labels[:head] for head", PLACES),
     Fault(
         "betahook/models/labels.py",
-        "if int(known[-1]) // FAR != projection:",
+        "if int(known[-1]) // PROJECTION_STRIDE != projection:",
         "if False:",
         f"{PLACES}::test_what_no_weight_alone_makes_is_not_taken_for_its_rows",
     ),
@@ -2239,7 +2239,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/head_axes.py",
-        "torch.where(labels == UNKNOWN, labels, labels % FAR)",
+        "torch.where(labels == UNKNOWN, labels, labels % PROJECTION_STRIDE)",
         "labels",
         "tests/unit/tap/by_hand/test_products_forms.py",
     ),
@@ -2377,8 +2377,8 @@ FAULTS = [
     Fault("betahook/tap/by_hand/products.py", "return self.history.way / math", "return math", SCALES),
     Fault(
         "betahook/models/labels.py",
-        "not 0 < alike < of.dim()",
-        "not alike",
+        "not 0 < shared_axes < of.dim()",
+        "not shared_axes",
         "tests/unit/tap/by_hand/test_products_forms.py",
     ),
     Fault("betahook/tap/by_hand/matrices.py", ', "cosine_similarity"', "", LEFT_ALONE),

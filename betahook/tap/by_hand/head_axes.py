@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from betahook.models.labels import FAR, UNKNOWN, Features, Labels, MadeOf, device_of, features_of_heads
+from betahook.models.labels import PROJECTION_STRIDE, UNKNOWN, Features, Labels, MadeOf, device_of, features_of_heads
 from betahook.tap.by_hand.contraction import Axis, Shared, along
 from betahook.tap.recorder import Recorder
 
@@ -53,7 +53,7 @@ def varying(labels: Tensor, summed: int | None) -> list[int]:
     """Return the axes along which the labels of a tensor vary, other than `summed`, that of the components."""
     if labels.numel() == 0:
         return []
-    least = labels.masked_fill(labels == UNKNOWN, FAR * FAR)
+    least = labels.masked_fill(labels == UNKNOWN, PROJECTION_STRIDE * PROJECTION_STRIDE)
     axes = (axis for axis in range(labels.dim()) if axis != summed)
     return [axis for axis in axes if bool((labels.amax(axis) > least.amin(axis)).any())]
 
@@ -92,11 +92,11 @@ def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
     """
     found = varying(labels, summed)
     if len(found) > 1:  # the tokens of two projections were joined, e.g. those of an image and a text
-        labels = torch.where(labels == UNKNOWN, labels, labels % FAR)
+        labels = torch.where(labels == UNKNOWN, labels, labels % PROJECTION_STRIDE)
         found = varying(labels, summed)
     if len(found) > 1 and summed is not None:  # rotary embeddings moved the components of one of them only
-        least = labels.masked_fill(labels == UNKNOWN, FAR).amin(summed, keepdim=True)
-        labels = least.masked_fill(least == FAR, UNKNOWN)
+        least = labels.masked_fill(labels == UNKNOWN, PROJECTION_STRIDE).amin(summed, keepdim=True)
+        labels = least.masked_fill(least == PROJECTION_STRIDE, UNKNOWN)
         found = varying(labels, summed)
     if len(found) != 1:
         return None
