@@ -32,7 +32,7 @@ from betahook.models.classifiers import (
 from betahook.models.code import is_user_module, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
-from betahook.models.labels import Linear, MadeOf
+from betahook.models.labels import FeaturePair, Linear
 from betahook.models.modes import RandomState
 from betahook.models.places import Place, places_of
 from betahook.models.projections import Pair, Projection, at_place, at_places, locate
@@ -94,19 +94,19 @@ class AttentionModule:
         return "other layers put theirs through the same modules" if shared else None
 
     @torch.no_grad()  # else computing a parametrised weight saves tensors, which activation checkpointing counts
-    def correct(self, made_of: Sequence[MadeOf], linears: Sequence[Linear | None]) -> None:
-        """Take the rows of W_q and W_k from the first forward: a trial may have taken another path, or never run.
+    def learn_places(self, features: Sequence[FeaturePair], linears: Sequence[Linear | None]) -> None:
+        """Take the places of W_q and W_k from the first forward: a trial may have taken another path, or never run.
 
         Args:
-            made_of: the features of q and k, for each product that reached a softmax.
+            features: those of q and k, for each product that reached a softmax.
             linears: the linear maps of the projections, by number.
         """
-        pair, (query, key) = self.projections, places_of(self.module, made_of[:1], linears)
+        pair, (query, key) = self.projections, places_of(self.module, features[:1], linears)
         shown = at_places(self.module, (query, key)) if query and key else None
         if pair and query and key and shown and all(a.stored is b.stored for a, b in zip(pair, shown, strict=True)):
             self.places = replace(query, argument=pair[0].argument), replace(key, argument=pair[1].argument)
         elif pair is None or self.has_changed:
-            query, key = places_of(self.module, made_of, linears)
+            query, key = places_of(self.module, features, linears)
             if query and key and self._is_plain(query) and self._is_plain(key):
                 self.places = query, key
             is_whole = query is not None and len(query.rows) == self.heads  # a place with fewer heads is a key's

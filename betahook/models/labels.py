@@ -76,7 +76,7 @@ class Features:
     rows: Tensor
 
 
-MadeOf = tuple[Features | None, Features | None]
+FeaturePair = tuple[Features | None, Features | None]
 """The features of q and of k, each None if its labels do not determine them."""
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from betahook import compat
 from betahook.models import materialise
 from betahook.models.code import argument_names
-from betahook.models.labels import Features, Linear, MadeOf
+from betahook.models.labels import FeaturePair, Features, Linear
 
 ModuleCall = tuple[Sequence[Any], Any]
 """The positional arguments that a module was called with, and what it returned."""
@@ -60,11 +60,11 @@ class Place:
         return weight[self.rows.to(weight.device, non_blocking=True)]  # without making the host wait for a GPU
 
 
-def takes_key_first(module: nn.Module, made_of: MadeOf, linears: Sequence[Linear | None]) -> bool:
+def takes_key_first(module: nn.Module, features: FeaturePair, linears: Sequence[Linear | None]) -> bool:
     """True if the names of the projections say that the left operand of a product is k and the right one is q."""
     sides = []
-    for features in made_of:
-        linear = None if features is None else linears[features.projection]
+    for each in features:
+        linear = None if each is None else linears[each.projection]
         found = None if linear is None else _find(module, linear.weight)
         words = [] if found is None else re.split("[^a-z]+", ".".join(found[:2]).lower())
         sides.append([any(map(side.fullmatch, words)) for side in (QUERY, KEY)])
@@ -72,7 +72,10 @@ def takes_key_first(module: nn.Module, made_of: MadeOf, linears: Sequence[Linear
 
 
 def places_of(
-    module: nn.Module, products: Sequence[MadeOf], linears: Sequence[Linear | None], calls: Calls = MappingProxyType({})
+    module: nn.Module,
+    features: Sequence[FeaturePair],
+    linears: Sequence[Linear | None],
+    calls: Calls = MappingProxyType({}),
 ) -> tuple[Place | None, Place | None]:
     """The places of W_q and of W_k that all products of an attention share; None for one that they do not share.
 
@@ -80,15 +83,15 @@ def places_of(
 
     Args:
         module: the attention.
-        products: the features of both operands of each product, None where unknown.
+        features: those of both operands of each product.
         linears: the linear maps of the projections, by number.
         calls: recorded calls of the module and of its parts, if there are any.
     """
     found = []
-    for made_of in products:
-        in_order = made_of[::-1] if takes_key_first(module, made_of, linears) else made_of
+    for pair in features:
+        in_order = pair[::-1] if takes_key_first(module, pair, linears) else pair
         sides = zip(("query", "key"), in_order, strict=True)
-        found.append([_place_of(module, side, features, linears, calls) for side, features in sides])
+        found.append([_place_of(module, side, each, linears, calls) for side, each in sides])
     query, key = map(_common, zip(*found, strict=True))
     return query, key
 

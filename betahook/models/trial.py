@@ -26,7 +26,7 @@ from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.guards import blinded, is_handed_over
 from betahook.models.heads import count_heads
-from betahook.models.labels import Labels, MadeOf, features_of_heads
+from betahook.models.labels import FeaturePair, Labels, features_of_heads
 from betahook.models.places import ModuleCall, Place, places_of
 from betahook.models.torch_calls import Call, summed_axes, tensors_in
 from betahook.models.without_data import WithoutData, without_data
@@ -183,12 +183,12 @@ def _fixed(names: list[str]) -> Fixed:
 
 def _places(module: nn.Module, watch: _Watch, size: tuple[int, int]) -> tuple[Place, Place] | None:
     """Places of W_q and W_k, for a number of heads and d_k, if all attentions in the forward share them."""
-    made_of = [_made_of(each, size) for each in watch.attentions]
-    query, key = places_of(module, made_of, watch.labels.linears, watch.calls)
+    features = [_feature_pair(each, size) for each in watch.attentions]
+    query, key = places_of(module, features, watch.labels.linears, watch.calls)
     return (query, key) if query and key and len(query.rows) == size[0] else None
 
 
-def _made_of(found: Attention, size: tuple[int, int]) -> MadeOf:
+def _feature_pair(found: Attention, size: tuple[int, int]) -> FeaturePair:
     """Features of q and k of an attention, for a number of heads and d_k."""
     query, key = (
         None if labels is None else features_of_heads(labels, components, *size, BATCH)

@@ -1290,7 +1290,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/models/places.py",
-        "made_of[::-1] if takes_key_first(module, made_of, linears) else",
+        "pair[::-1] if takes_key_first(module, pair, linears) else",
         "",
         f"{PLACES}::test_the_left_operand_may_be_the_key",
     ),
@@ -1450,11 +1450,11 @@ FAULTS = [
     Fault("betahook/models/discovery.py", "all(a.stored is b.stored for", "all(True for", FIRST_FORWARD),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",
-        "each.made_of for each in in_order",
-        "each.made_of for each in ()",
+        "each.features for each in in_order",
+        "each.features for each in ()",
         FIRST_FORWARD,
     ),
-    Fault("betahook/tap/by_hand/softmaxes.py", "forward.made_of.append(made)", "pass", FIRST_FORWARD),
+    Fault("betahook/tap/by_hand/softmaxes.py", "forward.features.append(features)", "pass", FIRST_FORWARD),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",
         "REDUCED if isinstance(trace, Shift) else HIDDEN",
@@ -1476,7 +1476,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/models/discovery.py",
-        "query, key = places_of(self.module, made_of, linears)",
+        "query, key = places_of(self.module, features, linears)",
         "pass",
         f"{PLACES}::test_nor_does_the_first_forward_take_it_for_that",
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from betahook import compat
 from betahook.models.discovery import shown_name
-from betahook.models.labels import Labels, MadeOf
+from betahook.models.labels import FeaturePair, Labels
 from betahook.models.torch_calls import Call, tensors_in
 from betahook.state.state import note_measured
 from betahook.tap.by_hand import head_axes
@@ -62,7 +62,7 @@ class FollowedForward:
         attended: True once there was attention: a softmax over scores or attention weights, or a fused kernel.
         default: the model's own beta at the first softmax.
         fused_only: True while all attention is `F.scaled_dot_product_attention` in the form that `tap.compiled` takes.
-        made_of: the features that q and k come from, for each product that reached a softmax; only if there are labels.
+        features: those that q and k come from, for each product that reached a softmax; only if there are labels.
         unread: name and line of an unrecognised product that reached a softmax on its own; None for none.
         unscored: the line of a product of activations in a form that is not read; None for none.
         without_heads: the line of a product of two matrices, which have no axis for several heads; None for none.
@@ -94,7 +94,7 @@ class FollowedForward:
         self.has_softmax = self.attended = False
         self.default: Factor | None = None
         self.fused_only = True
-        self.made_of: list[MadeOf] = []
+        self.features: list[FeaturePair] = []
         self.unread: str | None = None
         self.unscored: str | None = None
         self.without_heads: str | None = None
@@ -230,8 +230,8 @@ class FollowedForward:
         elif reason is None and self.recording and not self.attended:
             recorder.has_passed = True
             self._note_nothing()
-        elif reason is None and self.labels is not None and self.made_of:
-            recorder.attention.correct(self.made_of, self.labels.linears)
+        elif reason is None and self.labels is not None and self.features:
+            recorder.attention.learn_places(self.features, self.labels.linears)
 
 
 def _verdict(forward: FollowedForward) -> str | None:

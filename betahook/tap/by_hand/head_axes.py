@@ -12,7 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from betahook.models.labels import PROJECTION_STRIDE, UNKNOWN, Features, Labels, MadeOf, device_of, features_of_heads
+from betahook.models.labels import (
+    PROJECTION_STRIDE,
+    UNKNOWN,
+    FeaturePair,
+    Features,
+    Labels,
+    device_of,
+    features_of_heads,
+)
 from betahook.tap.by_hand.contraction import Axis, Shared, along
 from betahook.tap.recorder import Recorder
 
@@ -20,9 +28,9 @@ REMEDY = "make q and k [batch, num_heads, tokens, d_k], with num_heads as the mo
 """Advice appended when the axis of the heads is not found."""
 
 
-def made_of(
+def feature_pair(
     labels: Labels | None, query: Tensor, key: Tensor, recorder: Recorder, components: tuple[int, int] = (-1, -1)
-) -> MadeOf | None:
+) -> FeaturePair | None:
     """Return the features that q and k of a layer come from; None in a forward without labels.
 
     Args:

@@ -19,7 +19,7 @@ from betahook.tap.by_hand import contraction
 from betahook.tap.by_hand.contraction import Axis, Contraction
 from betahook.tap.by_hand.factors import Factor, divided, is_zero
 from betahook.tap.by_hand.forward import FollowedForward
-from betahook.tap.by_hand.head_axes import REMEDY, made_of, number_of_heads, put_heads, varying
+from betahook.tap.by_hand.head_axes import REMEDY, feature_pair, number_of_heads, put_heads, varying
 from betahook.tap.by_hand.products import Product
 from betahook.tap.by_hand.shadows import GAIN
 from betahook.tap.by_hand.sites import Site, find_line, find_site
@@ -159,10 +159,10 @@ def _new_product(forward: FollowedForward, matmul: Contraction) -> Product:
     makers = tuple(maker for trace in traces if isinstance(trace, Scores) for maker in trace.products)
     assured = not any(isinstance(trace, Operand) and (trace.mixed or trace.learned) for trace in traces)
     learned = forward.is_learned(matmul.left)
-    made = made_of(forward.labels, matmul.left, matmul.right, forward.recorder, matmul.components)
-    if forward.labels is not None and made is not None:
+    features = feature_pair(forward.labels, matmul.left, matmul.right, forward.recorder, matmul.components)
+    if forward.labels is not None and features is not None:
         with torch.no_grad():  # looking up a parametrised weight computes it, and a checkpoint counts what is saved
-            if takes_key_first(forward.recorder.module, made, forward.labels.linears):
+            if takes_key_first(forward.recorder.module, features, forward.labels.linears):
                 history.key_first = True
     return Product(
         site,
@@ -172,7 +172,7 @@ def _new_product(forward: FollowedForward, matmul: Contraction) -> Product:
         learned=learned,
         makers=makers,
         acts=not forward.rehearsal and history.makes_scores is not False,
-        made_of=made,
+        features=features,
         settled=history.is_settled(forward.recorder.state.steps),
     )
 

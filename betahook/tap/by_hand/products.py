@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from betahook.models.labels import MadeOf
+from betahook.models.labels import FeaturePair
 from betahook.tap.by_hand.factors import Factor, are_alike, is_zero
 from betahook.tap.by_hand.sites import Site
 
@@ -79,7 +79,7 @@ class Product:
         counts: True if its gradient is a part of the sensitivity.
         index: its number among the products of the forward.
         default: the model's own beta, from which the gain is computed; None to use that of the last forward.
-        made_of: the features that its operands come from, see `head_axes.made_of`.
+        features: those that its operands come from, see `head_axes.feature_pair`.
     """
 
     site: Site
@@ -100,7 +100,7 @@ class Product:
     counts: bool = False
     index: int = 0
     default: Factor | None = None
-    made_of: MadeOf | None = None
+    features: FeaturePair | None = None
 
     @property
     def after(self) -> Factor | None:

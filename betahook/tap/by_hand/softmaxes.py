@@ -20,7 +20,7 @@ from betahook.tap.by_hand import contraction, hidden
 from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.factors import divided, is_zero
 from betahook.tap.by_hand.forward import FollowedForward
-from betahook.tap.by_hand.head_axes import REMEDY, made_of
+from betahook.tap.by_hand.head_axes import REMEDY, feature_pair
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.traces import Operand, Scores, Shift, Trace, Weights
 from betahook.tap.gain import scale_query
@@ -82,7 +82,7 @@ def _end_of_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim
         product.history.leader = leader.site
         product.on_way |= scores.scaled
     if forward.labels is not None:
-        forward.made_of += [each.made_of for each in in_order if each.made_of is not None]
+        forward.features += [each.features for each in in_order if each.features is not None]
     is_recorded = forward.recording and scores.value is not None and logits.numel() > 0 and not is_zero(own_beta)
     if not is_recorded and forward.labels is None:
         return
@@ -123,8 +123,8 @@ def fused(forward: FollowedForward, call: Call) -> Any:
     factors = forward.factors_of(forward.plan.histories[site], query, key)
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
     axis = _fused_axis(forward, call, kernel, given, site)
-    if (made := made_of(forward.labels, query, key, recorder)) is not None:
-        forward.made_of.append(made)
+    if (features := feature_pair(forward.labels, query, key, recorder)) is not None:
+        forward.features.append(features)
     is_plain = (
         call.name == "scaled_dot_product_attention" and axis in (1, "single") and compiled.fits(recorder, query, key)
     )
