@@ -68,8 +68,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """A product that computes scores.
+class ScoreProduct:
+    """A product that computes scores, on its own or inside a fused attention function.
 
     Attributes:
         size: number of query heads and d_k; None if the product does not determine them.
@@ -188,11 +188,11 @@ def _places(module: nn.Module, watch: _Watch, size: tuple[int, int]) -> tuple[Pl
     return (query, key) if query and key and len(query.rows) == size[0] else None
 
 
-def _feature_pair(found: Attention, size: tuple[int, int]) -> FeaturePair:
-    """Features of q and k of an attention, for a number of heads and d_k."""
+def _feature_pair(product: ScoreProduct, size: tuple[int, int]) -> FeaturePair:
+    """Features of q and k in a product, for a number of heads and d_k."""
     query, key = (
         None if labels is None else features_of_heads(labels, components, *size, BATCH)
-        for labels, components in zip(found.labels, found.components, strict=True)
+        for labels, components in zip(product.labels, product.components, strict=True)
     )
     return query, key
 
@@ -256,7 +256,7 @@ class _Watch(TorchFunctionMode):
         tokens: number of tokens in all sequences of the module's input.
         labels: labels of entries by their features.
         calls: calls of the module and of its parts.
-        attentions: in order, one for each product with attention weights.
+        attentions: the products that computed scores, in order, one for each product with attention weights.
         ended: True if the forward ran to its end; otherwise the module may not take an input of this shape.
     """
 
@@ -264,14 +264,14 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.tokens = tokens
         self.calls: dict[nn.Module, list[ModuleCall]] = {}
-        self.attentions: list[Attention] = []
+        self.attentions: list[ScoreProduct] = []
         self.ended = False
         self.activations = ByTensor[_Activation]()
         self.labels = Labels(lambda tensor: tensor not in self.activations, compat.untransformed)
-        self.weights = ByTensor[Attention]()  # for attention weights, the product of their scores
+        self.weights = ByTensor[ScoreProduct]()  # for attention weights, the product of their scores
 
     @property
-    def found(self) -> Attention | None:
+    def found(self) -> ScoreProduct | None:
         """The first attention; None if there is none."""
         return self.attentions[0] if self.attentions else None
 
@@ -292,12 +292,12 @@ class _Watch(TorchFunctionMode):
             return call.args[0] is call.args[1]
         output = call.run()
         if call.name == "scaled_dot_product_attention":
-            self._settle(*call.tensors[:2])
+            self._note_fused_attention(*call.tensors[:2])
         parts, moving = tensors_in(output), [x for x in call.tensors if x in self.activations]
         # The exponential in a softmax written by hand.
         is_exponential = call.name == "exp" and any(self.activations[x].factors for x in moving)
         if (call.name in SOFTMAXES or is_exponential) and parts and moving:
-            self._weigh(call.operands[0], -1 if is_exponential else call.dim, parts[0])
+            self._note_softmax(call.operands[0], -1 if is_exponential else call.dim, parts[0])
             return output
         weights = next((self.weights[x] for x in call.tensors if x in self.weights), None)
         if call.name in PRODUCTS and weights is not None:
@@ -323,21 +323,21 @@ class _Watch(TorchFunctionMode):
             return _Activation()
         return max((self.activations[x] for x in moving), key=_rank, default=_Activation())
 
-    def _weigh(self, scores: Tensor, dim: int, output: Tensor) -> None:
+    def _note_softmax(self, scores: Tensor, dim: int, output: Tensor) -> None:
         """Record the output of a softmax as attention weights, if its input is a product of activations."""
         self.activations[output] = _Activation()
         made = self.activations.get(scores) or _Activation()
         if made.factors and made.summed is not None:
             head_dim = math.prod(made.factors[0].shape[axis] for axis in made.summed[0])
             size = self._size(scores.numel() // scores.shape[dim], head_dim, made.factors[0])
-            self.weights[output] = Attention(size, tuple(map(self.labels.get, made.factors)), made.summed)
+            self.weights[output] = ScoreProduct(size, tuple(map(self.labels.get, made.factors)), made.summed)
         elif made.factors:
-            self.weights[output] = Attention(None)
+            self.weights[output] = ScoreProduct(None)
 
-    def _settle(self, query: Tensor, key: Tensor) -> None:
-        """Record an attention function that includes the softmax."""
+    def _note_fused_attention(self, query: Tensor, key: Tensor) -> None:
+        """Record the product inside an attention function that includes the softmax."""
         size = self._size(query.numel() // query.shape[-1], query.shape[-1], query)
-        self.attentions.append(Attention(size, (self.labels.get(query), self.labels.get(key))))
+        self.attentions.append(ScoreProduct(size, (self.labels.get(query), self.labels.get(key))))
 
     def _size(self, rows: int, head_dim: int, query: Tensor) -> tuple[int, int] | None:
         """Number of heads, from the number of score rows, and d_k; None if queries and tokens differ in number."""
