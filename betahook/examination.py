@@ -98,7 +98,7 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
     count = 0
     hook._state.exact_max_logit = True  # sampled rows are the same in every batch: some positions would be in none
     hook._state.is_local = not any(map(_is_in_shards, hook.model.parameters()))
-    with evaluating(hook.model), RandomState(hook.model).kept():
+    with evaluating(hook.model), RandomState(hook.model).preserved():
         for batch in _each(batches):
             _call(hook.model, batch)
             count += 1

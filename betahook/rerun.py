@@ -100,7 +100,7 @@ def _output(hook: Hooked) -> Any:
     assert given is not None
     args, kwargs = given
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
-    with RandomState(hook.model).kept(), ExitStack() as afterwards:
+    with RandomState(hook.model).preserved(), ExitStack() as afterwards:
         afterwards.callback(materialise.reshard, hook.model)  # the caller may write to its weights
         args, kwargs = copied((args, kwargs))
         return module(*args, **kwargs)

@@ -223,7 +223,7 @@ class _LayerCheck:
         output, error = None, None
         try:
             # Some layers use dropout in evaluation mode too, perhaps on a device that only holds weights during a call.
-            with self._random_state.kept(self._layer.module.parameters()), self._layer.acting(gain):
+            with self._random_state.preserved(self._layer.module.parameters()), self._layer.acting(gain):
                 output = self._forward()
         except RuntimeError as raised:
             error = raised

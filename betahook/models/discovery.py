@@ -230,7 +230,7 @@ def _trials() -> Try:
         kind = _kind(module)
         if failures[kind] == ENOUGH:
             return None
-        with RandomState(module).kept():  # user code may draw from Python or numpy, and fill constants from torch
+        with RandomState(module).preserved():  # user code may draw from Python or numpy, and fill constants from torch
             outcome = trial.run(module)
         failures[kind] += outcome is None
         return outcome

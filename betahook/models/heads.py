@@ -35,8 +35,8 @@ def config_heads(module: nn.Module) -> Size:
     """Heads from the config with d_k from the module, if both fit the query projection, which a gate may widen."""
     heads, head_dim = _first(_config(module), HEADS), _first(module, HEAD_DIM)
     width = _width(module, QUERIES)
-    misfit = heads and head_dim and width and width % (heads * head_dim)
-    return None if misfit else heads, head_dim
+    fits = not (heads and head_dim and width) or width % (heads * head_dim) == 0
+    return heads if fits else None, head_dim
 
 
 def heads_in_query(module: nn.Module) -> Size:

@@ -37,7 +37,7 @@ class RandomState:
         self._generators = list(_generators(module))
 
     @contextmanager
-    def kept(self, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+    def preserved(self, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
         """Restore the random state when the context ends, also on the devices of `tensors`."""
         devices = self._devices.union(tensor.device for tensor in tensors)
         with ExitStack() as stack:

@@ -179,20 +179,20 @@ class Scaling:
         torch.clear_autocast_cache()  # a forward under autocast would continue to use its copy of the old values
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
         """Restore every bit of the parameters when the context ends."""
-        kept = [(parameter.detach(), parameter.detach().clone()) for parameter in {*self.parameters}]
+        before = [(parameter.detach(), parameter.detach().clone()) for parameter in {*self.parameters}]
         try:
             yield
         finally:
-            for parameter, values in kept:
+            for parameter, values in before:
                 parameter.copy_(values)
             torch.clear_autocast_cache()
 
     @contextmanager
     def scaled(self, factors: Tensor, error: float = 0.0, seed: int = 0) -> Iterator[None]:
         """Scale within the context, each entry off by a relative `error`; then restore every bit."""
-        with self.kept():
+        with self.preserved():
             self.scale(factors)
             generator = torch.Generator().manual_seed(seed)
             for weight in self.weights if error else ():

@@ -234,7 +234,7 @@ def _powers_of_2(hook: Hooked, scalings: Sequence[Scaling]) -> Iterator[None]:
     with ExitStack() as undo:
         for scaling in scalings:
             offset = [weight for weight in scaling.weights if weight.offset]
-            undo.enter_context(replace(scaling, weights=offset).kept())
+            undo.enter_context(replace(scaling, weights=offset).preserved())
             for weight in offset:
                 stored = materialise.local(weight.parameter.detach())
                 exponents = (stored.float() + weight.offset).abs().log2().round().clamp(*EXPONENTS)

@@ -115,7 +115,7 @@ FAULTS = [
     # examination and the command
     Fault("betahook/models/modes.py", 'in ("cuda", "xpu"):', 'in ("cuda",):'),
     Fault("betahook/examination.py", "hook._state.exact_max_logit = True", "pass"),
-    Fault("betahook/examination.py", ", RandomState(hook.model).kept():", ":"),
+    Fault("betahook/examination.py", ", RandomState(hook.model).preserved():", ":"),
     Fault("betahook/report/precision.py", "torch.expm1(_half_ulp(max_logit,", "torch.expm1(2 * _half_ulp(max_logit,"),
     Fault(
         "betahook/report/precision.py",
@@ -946,10 +946,10 @@ FAULTS = [
     Fault("betahook/step/clipping.py", "limits = 1e-5 *", "limits = 1e-2 *"),
     Fault("betahook/step/clipping.py", "stored.copy_(2.0**exponents - weight.offset)", "pass"),
     Fault("betahook/step/clipping.py", "EXPONENTS = -4, 8", "EXPONENTS = -9, 13"),
-    Fault("betahook/step/clipping.py", "undo.enter_context(replace(scaling, weights=offset).kept())", "pass"),
+    Fault("betahook/step/clipping.py", "undo.enter_context(replace(scaling, weights=offset).preserved())", "pass"),
     Fault(
         "betahook/keep/verification.py",
-        "self._random_state.kept(self._layer.module.parameters()), self.",
+        "self._random_state.preserved(self._layer.module.parameters()), self.",
         "self.",
         f"{VERIFICATION}::test_a_layer_that_drops_out_in_evaluation_folds_if_torch_draws",
     ),
@@ -1512,7 +1512,7 @@ FAULTS = [
     Fault(WITHOUT_DATA, "if type(tensor) in KINDS else tensor", "if False else tensor"),
     Fault("betahook/models/trial.py", ", trial.computing_constants():", ":", "tests/unit/models/test_without_data.py"),
     Fault("betahook/models/heads.py", "3 * heads if heads and fused and not query else heads", "heads or 0"),
-    Fault("betahook/models/heads.py", "return None if misfit else heads, head_dim", "return heads, head_dim"),
+    Fault("betahook/models/heads.py", "return heads if fits else None, head_dim", "return heads, head_dim"),
     Fault("betahook/models/materialise.py", "* scale[:, None] / 127", "* scale[:, None] / 128"),
     Fault("betahook/models/materialise.py", "weight.untyped_storage().nbytes() < weight.nbytes", "False"),
     Fault("betahook/models/projections.py", "(heads, -1))[:, :head_dim])", "(heads, -1))[:, -head_dim:])"),
@@ -1811,11 +1811,11 @@ FAULTS = [
     ),
     Fault(
         "betahook/models/discovery.py",
-        "with RandomState(module).kept():",
+        "with RandomState(module).preserved():",
         "if True:",
         "tests/unit/models/test_trial.py",
     ),
-    Fault("betahook/tap/by_hand/watching.py", "        RandomState(module).kept(given),\n", "", LOADED),
+    Fault("betahook/tap/by_hand/watching.py", "        RandomState(module).preserved(given),\n", "", LOADED),
     Fault(
         "betahook/tap/by_hand/watching.py",
         "with uncompiled(), ScoreProducts(followed):",

@@ -179,7 +179,7 @@ def _rehearse(
     # Non-reentrant checkpointing counts saved tensors, and its recomputation does not rehearse: hide those saved here.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with (
-        RandomState(module).kept(given),
+        RandomState(module).preserved(given),
         recorder.state.pause(),
         dry_run.put_back(module),
         unsaved,

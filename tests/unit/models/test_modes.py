@@ -131,7 +131,7 @@ def test_the_random_state_of_a_device_is_kept(kind):
         mock.patch.object(module, "set_rng_state") as put_back,
     ):
         before = torch.get_rng_state()
-        with RandomState(torch.nn.Module()).kept(tensors):
+        with RandomState(torch.nn.Module()).preserved(tensors):
             torch.rand(2)
             put_back.assert_not_called()
     assert torch.equal(torch.get_rng_state(), before)
@@ -157,7 +157,7 @@ class Drawing(torch.nn.Module):
 
 def test_random_numbers_of_all_kinds_come_again():
     module = Drawing()
-    with RandomState(module).kept():
+    with RandomState(module).preserved():
         drawn = module.draw()
     assert len(drawn) == 14
     assert module.draw() == drawn
@@ -165,6 +165,6 @@ def test_random_numbers_of_all_kinds_come_again():
 
 def test_random_state_is_kept_without_numpy(monkeypatch):
     monkeypatch.delitem(sys.modules, "numpy.random")
-    with RandomState(torch.nn.Module()).kept():
+    with RandomState(torch.nn.Module()).preserved():
         drawn = random.random()
     assert random.random() == drawn
