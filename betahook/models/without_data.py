@@ -42,7 +42,7 @@ LIFTING = {_ATEN.lift, _ATEN.lift_fresh, _ATEN.lift_fresh_copy}
 KINDS = Tensor, nn.Parameter
 """Tensor classes that hold data; other classes define themselves what operators do with them."""
 
-KEPT = (
+LEFTOVER_ERROR = (
     "a tensor without data is used: the code of an attention module made it of inputs, weights or random numbers while "
     "`attach` tried its forward, and kept it outside of the module, as in an `lru_cache` or a global dictionary. Empty "
     "what keeps it after `attach`, as by `cache_clear()`"
@@ -103,7 +103,7 @@ class WithoutData:
     ) -> Any:
         """Replace `FakeTensorMode.dispatch`."""
         if self.has_ended:
-            raise RuntimeError(KEPT)
+            raise RuntimeError(LEFTOVER_ERROR)
         kwargs = kwargs or {}
         if not self._computes_constants or not isinstance(func, OpOverload):
             return FakeTensorMode.dispatch(self.mode, func, types, args, kwargs)

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import betahook
 from betahook.models import trial
-from betahook.models.without_data import KEPT, LARGEST, without_data
+from betahook.models.without_data import LARGEST, LEFTOVER_ERROR, without_data
 from support.undeclared import HEAD_DIM, HEADS, WIDTH, Mixer, Model
 
 LENGTH = trial.LENGTH
@@ -187,7 +187,7 @@ def test_all_else_stays_without_data_and_says_so_when_it_is_used(made_by):
     for use in (lambda: made * 2, lambda: torch.ones(made.shape).masked_fill_(made > 0, 0)):
         with pytest.raises(RuntimeError) as error:
             use()
-        assert str(error.value) == KEPT
+        assert str(error.value) == LEFTOVER_ERROR
     assert "FakeTensor" in repr(made)
 
 
