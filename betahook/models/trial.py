@@ -121,16 +121,14 @@ def _outcome(module: nn.Module, watch: _Watch) -> Outcome:
 def _first(watches: Iterable[_Watch | None]) -> _Watch | None:
     """Choose the most telling forward: the first that ended and had an attention of known size.
 
-    Failing that, one that stopped after such an attention, one without an attention, or one with an attention of
-    unknown size, in that order. A forward without an attention ends the search.
+    Failing that, one that stopped after such an attention, or one with an attention of unknown size, in that order. A
+    forward without an attention ends the search, unless an earlier one had an attention: only some inputs may attend.
     """
     stopped = unclear = None
-    for watch in watches:
-        if watch is None:
-            continue
-        if watch.found is None:
-            return stopped or watch
-        if watch.found.size is not None:
+    for watch in filter(None, watches):
+        if watch.found is None and unclear is None:
+            return watch
+        if watch.found is not None and watch.found.size is not None:
             if watch.ended:
                 return watch
             stopped = stopped or watch

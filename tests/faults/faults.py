@@ -1108,7 +1108,8 @@ FAULTS = [
     Fault("betahook/models/labels.py", "mixed |= any(", "any(", PLACES),
     Fault("betahook/models/labels.py", "enumerate(labels.shape[:-1])", "enumerate(labels.shape)", PLACES),
     Fault("betahook/models/torch_calls.py", ", tuple(map(right.index, ", ", tuple(map(left.index, ", PLACES),
-    Fault("betahook/models/trial.py", "if watch.found.size is not None:", "if True:", TRIAL),
+    Fault("betahook/models/trial.py", "watch.found is not None and watch.found.size", "watch.found", TRIAL),
+    Fault("betahook/models/trial.py", "if watch.found is None and unclear is None:", "if watch.found is None:", TRIAL),
     Fault(
         "betahook/models/trial.py",
         "if watch.ended:",

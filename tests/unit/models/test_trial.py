@@ -116,6 +116,17 @@ class Padded(Mixer):
         return super().forward(F.pad(x, (0, 0, 0, -x.shape[1] % 4)))[:, : x.shape[1]]
 
 
+class ShortPassesBy(Padded):
+    """A short sequence is not looked at: a length that the module states, and that a trial may choose."""
+
+    def __init__(self):
+        super().__init__()
+        self.shortest = 5
+
+    def forward(self, x):
+        return super().forward(x) if x.shape[1] > self.shortest else x
+
+
 class OfChannels(nn.Module):
     """Weights between the channels of one vector for each sequence: a product that sums over nothing."""
 
@@ -168,6 +179,10 @@ def test_a_trial_does_not_overrule_the_heads_that_are_stated():
         (OfChannels, "layer, OfChannels: it takes a softmax and multiplies; if that is an attention, set its attr"),
         (InPlace, "layer, InPlace: it takes a softmax and multiplies; if that is an attention, set its attributes num"),
         (Padded, "layer, Padded: it takes a softmax and multiplies; if that is an attention, set its attributes num"),
+        (
+            ShortPassesBy,
+            "layer, ShortPassesBy: it takes a softmax and multiplies; if that is an attention, set its att",
+        ),
         (NeedsAttention, "says neither how many heads it has nor how wide they are: set its attributes num_heads and"),
     ],
 )
@@ -314,7 +329,15 @@ class Windowed(Padded):
         self.window = 4
 
 
-@pytest.mark.parametrize("kind", [FixedMask, FixedLength, Windowed])
+class LongWindow(ShortPassesBy):
+    """After a length at which it does not attend, it states one that needs no padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.window = 8
+
+
+@pytest.mark.parametrize("kind", [FixedMask, FixedLength, Windowed, LongWindow])
 def test_the_one_length_of_a_sequence_is_found(kind):
     with betahook.attach(Model(kind), controller="monitor") as hook:
         assert [(layer.heads, layer.head_dim) for layer in hook.layers.values()] == [(HEADS, HEAD_DIM)]
