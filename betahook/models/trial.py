@@ -150,15 +150,16 @@ def _try(
 
     Each argument named in `masks` receives a mask, each in `contexts` a tensor `[batch, tokens, width]` of its width.
     """
-    numbers = (buffer for buffer in module.buffers() if buffer.is_floating_point())  # for a quantised module
-    like = next(itertools.chain(module.parameters(), numbers, [torch.empty(0)]))
+    weights = [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
+    # The integers of quantised weights do not have the dtype of activations.
+    numbers = (x.dtype for x in weights if x.dtype.is_floating_point or x.dtype.is_complex)
     watch = _Watch(BATCH * tokens)
     try:
-        x = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        x = torch.zeros(shape, dtype=next(numbers, None), device=weights[0].device if weights else None)
         others = {name: x.new_zeros(BATCH, tokens, width) for name, width in contexts.items()}
         for each in (x, *others.values()):
             watch.activations[each] = _Activation()
-        mask = torch.ones(BATCH, tokens, tokens, dtype=torch.bool, device=like.device)
+        mask = torch.ones(BATCH, tokens, tokens, dtype=torch.bool, device=x.device)
         given = fixed | others | dict.fromkeys(masks, mask)
         inputs = [given.pop(name, x) for name in names]
         watch.note_call(module, inputs)

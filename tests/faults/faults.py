@@ -873,7 +873,8 @@ FAULTS = [
     Fault("betahook/models/scaling.py", "own[0] if len(own) == 1 else", ""),
     Fault("betahook/models/scaling.py", ' if each != "bias"', ""),
     Fault("betahook/models/projections.py", "int(place.rows.max()) >= found.features", "False", FIRST_FORWARD),
-    Fault("betahook/models/trial.py", "numbers, [torch.empty(0)]", "numbers", FIRST_FORWARD),
+    Fault("betahook/models/trial.py", "next(numbers, None)", "next(numbers)", TRIAL),
+    Fault("betahook/models/trial.py", "x.dtype.is_floating_point or x.dtype.is_complex", "True", TRIAL),
     Fault(
         "betahook/layer.py",
         "projections := self.projections) is None:",

@@ -580,6 +580,31 @@ def test_a_trial_runs_in_the_dtype_of_the_numbers_and_not_of_packed_entries():
     assert trial.run(module.double()).size == (HEADS, HEAD_DIM)
 
 
+class Quantised(nn.Module):
+    """A linear map whose first parameter is quantised, as in bitsandbytes; there may be no other."""
+
+    in_features = WIDTH
+
+    def __init__(self, dtype, has_scale):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randint(-9, 9, (3 * WIDTH, WIDTH), dtype=dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.full((3 * WIDTH, 1), 0.01)) if has_scale else 0.01
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) * self.scale).mT
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_a_trial_does_not_run_in_the_dtype_of_quantised_weights(dtype, has_scale):
+    model = Model(Mixer)
+    model.layer.projection = Quantised(dtype, has_scale)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        assert [(layer.heads, layer.head_dim) for layer in hook.layers.values()] == [(HEADS, HEAD_DIM)]
+        model(torch.randn(BATCH, LENGTH, WIDTH))
+        assert int(hook.layers["layer"].statistics.count) == BATCH * HEADS * LENGTH**2
+
+
 class OutOfAnEmbedding(nn.Module):
     """Gets q, k and v, whose width shows behind the attention only; other numbers of its weights fit as well."""
 
