@@ -261,6 +261,7 @@ def restore(state: State, given: dict[str, Any]) -> None:
     state.has_loss |= bool(state.table[statistics.ROW["losses"]].any())
     state.first_spectral_ratio = None  # it described the previous weights
     state.beta_acts |= not bool(state.beta.isnan().all())
+    state.all_watched = state.beta_acts
     state.gains.recall(state.beta_default)
     state.gains.set_sensitivity(state.table[statistics.ROW["sensitivity"]])
     state.memories = [

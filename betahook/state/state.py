@@ -67,6 +67,8 @@ class State:
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
         beta_acts: False while no beta is set and no controller moves one; layers that are not measured then run
             unhooked.
+        all_watched: True if the last step recorded the sensitivity of every layer, as it does while `beta_acts`; False
+            if only of those in `turn`.
         gains: gain and probe of each layer.
         layer_tensors: for each layer, the tensors that its forward receives.
         table: sums over the steps since the last pooling, `[quantities, heads]`, see `measure.statistics`.
@@ -149,7 +151,7 @@ class State:
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.left_alone, self.refusals_are_known = self.beta > 0, True  # all False, since beta is NaN
         self.lost = self.beta.clone()
-        self.beta_acts = True
+        self.beta_acts, self.all_watched = True, False
         self.first_spectral_ratio: Tensor | None = None
         self.waiting, self.pending = WaitingCalls(), list[Step]()
         self.layer_tensors = _tensors_of_layers(self)

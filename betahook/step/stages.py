@@ -33,12 +33,13 @@ def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
     if state.turn and distributed.is_available() and distributed.is_initialized():  # else nothing is sharded
         layers.read_weights(state.turn, sharded=True)
     state.waiting.add(state.table, state.moments)
+    state.all_watched = state.beta_acts
     if loss_scale.skipped:  # nothing to learn from, and nothing to warn about
         state.settle()  # waiting steps must be consecutive
         _forget_nonfinite(state)
         return
     state.batches += 1
-    watched = range(len(state.ranges)) if state.beta_acts else state.turn
+    watched = range(len(state.ranges)) if state.all_watched else state.turn
     if not watched:
         return
     heads, last = heads_of(state.ranges, watched), state.pending[-1:]
@@ -84,7 +85,7 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
     before = state.recent[statistics.ROW["sensitivity"]]
     state.recent, state.recent_moments, measured = state.latest(table, moments)
     sensitivity = state.recent[statistics.ROW["sensitivity"]]
-    if state.beta_acts:
+    if state.all_watched:
         torch.div(*summed, out=sensitivity)  # NaN where none was finite
     else:  # a layer that had no turn keeps its last sensitivity
         has_ended = measured

@@ -383,7 +383,8 @@ FAULTS = [
     ),
     Fault("betahook/checkpoint/schema.py", "    state.beta_acts |= not bool(state.beta.isnan().all())\n", "", IDLE),
     Fault("betahook/layer.py", "        self._state.beta_acts = True\n        try:", "        try:", IDLE),
-    Fault("betahook/step/stages.py", "if state.beta_acts else state.turn", "", WINDOW),
+    Fault("betahook/step/stages.py", "if state.all_watched else state.turn", "", WINDOW),
+    Fault("betahook/step/stages.py", "    if state.all_watched:\n", "    if state.beta_acts:\n", WINDOW),
     Fault("betahook/step/stages.py", "torch.where(has_ended, torch.div(*summed), before", "torch.div(*summed", WINDOW),
     Fault("betahook/step/stages.py", "has_ended[heads] &= summed[1, heads] > 0", "pass", WINDOW),
     Fault(

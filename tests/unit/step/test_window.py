@@ -150,6 +150,26 @@ def test_a_layer_in_the_midst_of_its_step_keeps_the_sensitivity_of_its_last_one(
             assert betahook.Condition.NONFINITE not in hook.findings().counts
 
 
+def test_a_beta_that_is_set_between_steps_leaves_the_numbers_finite():
+    """Layers out of their turn had no sensitivity to watch until then."""
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor", interval=10) as hook:
+        for _ in range(3):
+            model(**batch).loss.backward()
+            hook.step()
+        before = hook.metrics()
+        for layer in hook.layers.values():
+            layer.beta = 1.5 * layer.beta_default
+        between = hook.metrics()
+        for name, layer in hook.layers.items():
+            assert between[f"nonfinite/{name}"] == 0
+            assert between[f"sensitivity/{name}"] == before[f"sensitivity/{name}"]
+            assert layer.statistics.finite.all()
+        model(**batch).loss.backward()
+        hook.step()
+        assert all(hook.metrics()[f"nonfinite/{name}"] == 0 for name in hook.layers)
+
+
 @pytest.mark.parametrize(
     ("controller", "expected"), [("monitor", [0, 9]), (search(), [0, 0, 1, 1, 2, 3, 7, 9, 11])], ids=str
 )
