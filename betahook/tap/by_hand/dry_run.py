@@ -21,7 +21,7 @@ CONTAINERS = dict, list, set, OrderedDict, defaultdict
 OTHERS = nn.Module, nn.Parameter, Recorder, type, FunctionType, ModuleType
 """Types whose contents are not restored."""
 DEPTH = 4
-"""Depth to which attributes of a module are restored, e.g. a tensor in a tuple in a list that serves as a cache."""
+"""Depth to which attributes of a module are restored, e.g. a tensor in a tuple in a list of an object, a cache."""
 
 
 def is_repeatable(module: nn.Module, inputs: Any) -> bool:
@@ -66,7 +66,7 @@ def _collect(value: Any, held: dict[int, Any], depth: int) -> None:
         for each in value.values() if isinstance(value, dict) else value:
             _collect(each, held, depth - 1)
     elif not isinstance(value, Tensor) and hasattr(value, "__dict__"):
-        _collect(vars(value), held, depth - 1)
+        _collect(vars(value), held, depth)
 
 
 def _holds_the_same(one: Any, other: Any) -> bool:

@@ -114,7 +114,9 @@ class Decoding(Block):
 
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.table, self.entries, self.object = kind, {}, [], types.SimpleNamespace(entries=[])
+        self.kind, self.table, self.entries = kind, {}, []
+        layer = types.SimpleNamespace(keys=None, values=None)
+        self.object = types.SimpleNamespace(entries=[], tensors=[tuple(CACHES["tensors"]())], layers=[layer])
 
     def forward(self, x, cache=None, again=None):
         assert again is None or again is x  # as a self-attention may ask
@@ -126,12 +128,17 @@ class Decoding(Block):
         return (q @ k.mT * ROOT).softmax(-1) @ v
 
     def grown(self, k, v, cache):
-        if self.kind == "tensors":  # of which the last is how many entries the others have
-            keys, values, length = cache
+        if self.kind in ("tensors", "own tensors"):  # of which the last is how many entries the others have
+            keys, values, length = cache if self.kind == "tensors" else self.object.tensors[0]
             entry = slice(int(length), int(length) + 1)
             keys[:, :, entry], values[:, :, entry] = k, v
             length += 1
             return keys[:, :, : entry.stop], values[:, :, : entry.stop]
+        if self.kind == "own layers":  # whose attributes are replaced
+            layer = self.object.layers[0]
+            layer.keys = k if layer.keys is None else torch.cat([layer.keys, k], 2)
+            layer.values = v if layer.values is None else torch.cat([layer.values, v], 2)
+            return layer.keys, layer.values
         entries = {
             "list": cache,
             "dictionary": cache.setdefault("entries", []) if isinstance(cache, dict) else None,
@@ -150,6 +157,8 @@ CACHES = {
     "own list": list,
     "own dictionary": list,
     "own object": list,
+    "own tensors": list,
+    "own layers": list,
 }
 
 
