@@ -54,6 +54,7 @@ AXES = "tests/unit/tap/by_hand/test_head_axes.py"
 CORE_ATTENTION = "tests/unit/tap/by_hand/test_core_attention.py"
 FIRST_LOOK = "tests/unit/step/test_first_look.py"
 LOADED = "tests/unit/tap/by_hand/test_loaded_beta.py"
+ASSIGNED = "tests/unit/tap/by_hand/test_assigned.py"
 MASKS_OR_BIASES = "tests/unit/tap/by_hand/test_masks_or_biases.py"
 TRACES = "tests/unit/tap/by_hand/test_traces.py"
 SHADOWS = "tests/unit/tap/by_hand/test_shadows.py"
@@ -1299,7 +1300,7 @@ FAULTS = [
         f"{PLACES}::test_the_left_operand_may_be_the_key",
     ),
     Fault(
-        "betahook/tap/by_hand/softmaxes.py",
+        "betahook/tap/by_hand/matrices.py",
         "operands = (right, left) if",
         "operands = (left, right) if",
         f"{PLACES}::test_the_left_operand_may_be_the_key",
@@ -2385,6 +2386,7 @@ FAULTS = [
         "not shared_axes",
         "tests/unit/tap/by_hand/test_products_forms.py",
     ),
+    Fault("betahook/tap/by_hand/following.py", "._replace(operands=trace.operands)", "", ASSIGNED),
     Fault("betahook/tap/by_hand/matrices.py", ', "cosine_similarity"', "", LEFT_ALONE),
     Fault("betahook/tap/by_hand/forward.py", "self.traces.release()", "pass", EXPONENTIALS),
     Fault(

@@ -159,6 +159,7 @@ def _assigned(call: Call, into: Trace | None, trace: Trace | None) -> Derived:
         masked[index] = True
         return old.without(masked)
     trace, old = trace.folded(), None if old is None else old.folded()
+    # The last operands: where a tensor is filled again, e.g. for each sample, the first are recorded already.
     new = trace if old is None else united(old, trace)._replace(operands=trace.operands)
     if new.lost is not None or trace.value is None:
         return new

@@ -117,7 +117,9 @@ def _score_product(forward: FollowedForward, call: Call, matmul: Contraction) ->
         if forward.recording:
             left, right = matmul.tokens(axis, recorder.heads)
             value = matmul.alone(query) if matmul.biased else output.detach()
-            scores = scores._replace(value=value, operands=(divided(left, of_left), divided(right, of_right)))
+            left, right = divided(left, of_left), divided(right, of_right)
+            operands = (right, left) if product.history.key_first else (left, right)
+            scores = scores._replace(value=value, operands=operands)
             if forward.shadows is not None and not call.has_target:
                 forward.shadows.put(output, output + (GAIN - 1) * matmul.alpha * value)
             if not scores.pure:

@@ -107,11 +107,9 @@ def _record(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int, 
     def laid_out(tensor: Tensor) -> Tensor:
         return contraction.batched(tensor.detach().movedim(dim, -1), axis, recorder.heads)
 
-    left, right = scores.operands
-    operands = (right, left) if first.history.key_first else (left, right)
     prescale = scores.prescale.view(-1, 1, 1) if isinstance(scores.prescale, Tensor) else scores.prescale
     factor = prescale * first.acting.view(-1, 1, 1)  # as it acted, whatever the model's own beta is in this call
-    recorder.record_pairs(laid_out(scores.value), laid_out(logits), laid_out(scores.pairs), operands, factor)
+    recorder.record_pairs(laid_out(scores.value), laid_out(logits), laid_out(scores.pairs), scores.operands, factor)
 
 
 def fused(forward: FollowedForward, call: Call) -> Any:

@@ -48,7 +48,7 @@ class Scores(NamedTuple):
         value: the scores in their present layout, gain included, no masks or biases; None if lost or not recorded.
         allowed: boolean, of the shape of `value`, True for pairs that are not masked; None if all are allowed.
         prescale: the factor that q and k carried into the product.
-        operands: the operands of the product without that factor; those of one product if there are several.
+        operands: q and k of the product without that factor; those of one product if there are several.
         products: the products that were summed or joined into these scores, in order.
         axis: the axis of the heads as a negative index; None if it is unknown or heads have none of their own.
         pure: True unless a bias or mask was added, or a non-linear function applied; masks that replace entries and
