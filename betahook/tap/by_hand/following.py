@@ -149,6 +149,12 @@ def _is_same(view: Tensor, other: Tensor) -> bool:
     return view.data_ptr() == other.data_ptr() and (view.shape, view.stride()) == (other.shape, other.stride())
 
 
+def _is_whole(target: Tensor, index: Any) -> bool:
+    """Return True for an index of slices that selects all entries."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is ... or isinstance(part, slice) for part in parts) and target[index].shape == target.shape
+
+
 def _assigned(call: Call, into: Trace | None, trace: Trace | None) -> Derived:
     target, index, _ = call.args
     old = into if isinstance(into, Scores) else None
@@ -158,7 +164,7 @@ def _assigned(call: Call, into: Trace | None, trace: Trace | None) -> Derived:
         masked = torch.zeros_like(old.value, dtype=torch.bool)
         masked[index] = True
         return old.without(masked)
-    trace, old = trace.folded(), None if old is None else old.folded()
+    trace, old = trace.folded(), None if old is None or _is_whole(target, index) else old.folded()
     # The last operands: where a tensor is filled again, e.g. for each sample, the first are recorded already.
     new = trace if old is None else united(old, trace)._replace(operands=trace.operands)
     if new.lost is not None or trace.value is None:
