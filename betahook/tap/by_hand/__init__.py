@@ -13,7 +13,7 @@ The first forward of an attention, with the trace of what each line returns:
     logits = scores * 0.5                                  # Scores(factor=0.5)
     logits = logits.masked_fill(future, float("-inf"))     # Scores(factor=0.5), now without the pairs that are masked
     weights = F.softmax(logits, dim=-1)                    # Weights; 0.5 is beta_default, and the scores are recorded
-    output = weights @ v                                   # Operand(mixed=True), which is no q or k
+    output = weights @ v                                   # Operand(from_values=True), which is no q or k
 
 That `q @ k` makes scores shows at the softmax only. So the first forward runs with the model's own beta; later ones go
 by what it showed, and where one contradicts it, the module is left alone.

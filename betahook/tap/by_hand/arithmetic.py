@@ -64,7 +64,7 @@ def _scale_scores(situation: Situation, scores: Scores, by: Any, factor: Factor 
         return scores._replace(factor=scores.factor / factor if divide else scores.factor * factor)
     if not isinstance(by, Tensor):
         return scores  # a mask
-    if by.requires_grad and not scores.pure:
+    if by.requires_grad and not scores.unbiased:
         return situation.lose(scores, "by a tensor, behind a bias,")
     if scores.value is None:
         return scores
@@ -123,8 +123,11 @@ def _sum(situation: Situation, sign: float, left: Any, right: Any) -> Derived:
     if isinstance(second, Scores):
         return _biased(situation, second._replace(factor=second.factor * sign), left, 1)
     if isinstance(first, Operand) and isinstance(second, Operand) and same_factor(first.factor, second.factor):
-        mixed, learned = first.mixed or second.mixed, first.learned and second.learned
-        return first._replace(mixed=mixed, learned=learned, unread=first.unread or second.unread)
+        return first._replace(
+            learned=first.learned and second.learned,
+            from_values=first.from_values or second.from_values,
+            unread_product=first.unread_product or second.unread_product,
+        )
     return unless_unread(situation)
 
 
@@ -151,10 +154,10 @@ def united(first: Scores, second: Scores) -> Scores:
         first = first._replace(value=None, allowed=None, lost=lost)
     return first._replace(
         products=tuple(dict.fromkeys(first.products + second.products)),
-        pure=first.pure and second.pure,
+        unbiased=first.unbiased and second.unbiased,
         linear=first.linear and second.linear,
         shifted=first.shifted or second.shifted,
-        scaled=first.scaled | second.scaled,
+        scaling_sites=first.scaling_sites | second.scaling_sites,
     )
 
 
@@ -174,9 +177,9 @@ def _biased(situation: Situation, scores: Scores, addend: Any, sign: float) -> D
     if (lost := beside_unread(situation, scores, trace)) is not None:
         return lost
     if not isinstance(addend, Tensor) or scores.value is None:
-        return scores._replace(pure=False)
+        return scores._replace(unbiased=False)
     shape = torch.broadcast_shapes(scores.value.shape, addend.shape)
     scores = scores.expanded(shape)
     if addend.dtype != torch.bool:
         scores = scores.without(masked_by(addend.detach() * sign))
-    return scores._replace(pure=False)
+    return scores._replace(unbiased=False)

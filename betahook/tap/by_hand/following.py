@@ -77,10 +77,10 @@ def _rescaled(forward: FollowedForward, call: Call, output: Tensor, scores: Scor
     assumed = [product.expected(site) for product in scores.products]  # before this scaling is appended below
     for product in scores.products:
         product.scalings.append((site, factor))
-    scores = scores._replace(scaled=scores.scaled | {site})
+    scores = scores._replace(scaling_sites=scores.scaling_sites | {site})
     has_changed = any(was is not None and not same_factor(was, factor) for was in assumed)
     may_change = isinstance(by, Tensor) and by.requires_grad
-    if not before.pure and (has_changed or may_change):
+    if not before.unbiased and (has_changed or may_change):
         return output, scores.losing(f"a scale behind a bias at {find_line()} that changes")
     last = factor if assumed[0] is None else assumed[0]
     if is_zero(factor) or not forward.plan.varies(site, last, factor):

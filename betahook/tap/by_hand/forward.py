@@ -104,7 +104,7 @@ class FollowedForward:
 
     def trace_of_values(self) -> Operand | None:
         """The trace of weights times values; None if no product or softmax of earlier forwards took such a tensor."""
-        return Operand(mixed=True) if self.plan.mixes or not self.is_settled else None
+        return Operand(from_values=True) if self.plan.takes_values or not self.is_settled else None
 
     def factors_of(self, history: History, query: Tensor, key: Tensor) -> tuple[Factor, Factor]:
         """Return the factors that q and k carry; an untraced key, as from a cache, carries that of earlier keys."""
@@ -117,7 +117,7 @@ class FollowedForward:
 
     def _factor_of(self, operand: Tensor) -> Factor:
         trace = self.traces.get(operand)
-        if isinstance(trace, Scores) and trace.pure and trace.lost is None:
+        if isinstance(trace, Scores) and trace.unbiased and trace.lost is None:
             return trace.factor * trace.prescale
         return trace.factor if isinstance(trace, Operand) else 1.0
 

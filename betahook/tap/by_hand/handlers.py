@@ -24,7 +24,7 @@ def bend(situation: Situation) -> Derived:
     if sum(isinstance(each, Scores) for each in situation.traces) > 1:
         return other(situation)
     if isinstance(trace, Scores):
-        return trace._replace(linear=False, pure=False)
+        return trace._replace(linear=False, unbiased=False)
     return other(situation)
 
 

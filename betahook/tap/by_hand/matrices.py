@@ -47,7 +47,7 @@ def follow_other(forward: FollowedForward, call: Call, *, is_read: bool = False)
         if derived is None and forward.labels is not None and not is_read and _multiplies_activations(forward, call):
             line = find_line()
             forward.unscored = forward.unscored or line
-            derived = Operand(unread=f"{call.name} at {line}")
+            derived = Operand(unread_product=f"{call.name} at {line}")
         forward.traces.note(output, derived)
     return output
 
@@ -122,7 +122,7 @@ def _score_product(forward: FollowedForward, call: Call, matmul: Contraction) ->
             scores = scores._replace(value=value, operands=operands)
             if forward.shadows is not None and not call.has_target:
                 forward.shadows.put(output, output + (GAIN - 1) * matmul.alpha * value)
-            if not scores.pure:
+            if not scores.unbiased:
                 scores = scores.without(masked_by(call.operands[0].detach()).expand(value.shape))
     moved = matmul.output_axis(axis)
     forward.traces.note(output, scores._replace(axis=moved - output.dim()) if isinstance(moved, int) else scores)
@@ -133,12 +133,12 @@ def _score_product(forward: FollowedForward, call: Call, matmul: Contraction) ->
 
 def _new_scores(call: Call, matmul: Contraction, product: Product) -> Scores:
     """The trace of a product's result, without values yet; a factor of the call itself counts as the first scaling."""
-    pure = not matmul.biased or call.kwargs.get("beta") == 0
-    scores = Scores(matmul.alpha, prescale=product.prescale, products=(product,), pure=pure)
+    unbiased = not matmul.biased or call.kwargs.get("beta") == 0
+    scores = Scores(matmul.alpha, prescale=product.prescale, products=(product,), unbiased=unbiased)
     if matmul.alpha == 1:
         return scores
     product.scalings.append((product.site, matmul.alpha))
-    return scores._replace(scaled=frozenset([product.site]))
+    return scores._replace(scaling_sites=frozenset([product.site]))
 
 
 def _scaled_left(forward: FollowedForward, call: Call, matmul: Contraction, product: Product, axis: Axis) -> Tensor:
@@ -157,9 +157,9 @@ def _new_product(forward: FollowedForward, matmul: Contraction) -> Product:
     site = find_site("product")
     history = forward.plan.histories[site]
     traces = [forward.traces.get(matmul.left), forward.traces.get(matmul.right)]
-    forward.plan.mixes |= any(isinstance(trace, Operand) and trace.mixed for trace in traces)
+    forward.plan.takes_values |= any(isinstance(trace, Operand) and trace.from_values for trace in traces)
     makers = tuple(maker for trace in traces if isinstance(trace, Scores) for maker in trace.products)
-    assured = not any(isinstance(trace, Operand) and (trace.mixed or trace.learned) for trace in traces)
+    assured = not any(isinstance(trace, Operand) and (trace.from_values or trace.learned) for trace in traces)
     learned = forward.is_learned(matmul.left)
     features = feature_pair(forward.labels, matmul.left, matmul.right, forward.recorder, matmul.components)
     if forward.labels is not None and features is not None:

@@ -66,7 +66,7 @@ class Plan:
         varying: the sites of scales that changed from one forward to another.
         firsts: by site, what held there in the first forward, or in all, see `at_first` and `always`.
         band: the band that mask tensors of a kernel are expected to have, that of the first one; None before any.
-        mixes: True if a product or a softmax ever took a tensor computed from weighted values.
+        takes_values: True if a product or a softmax ever took a tensor computed from weighted values.
         only_projects: True if forwards ran projections, which no hook watches, but showed no attention; None before any
             did, False once there was attention.
         checked: True once the effect of beta was checked by numbers, see `tap.by_hand.shadows`.
@@ -79,7 +79,7 @@ class Plan:
     varying: set[Site] = field(default_factory=set)
     firsts: dict[Site, bool] = field(default_factory=dict)
     band: Band | None = None
-    mixes: bool = False
+    takes_values: bool = False
     only_projects: bool | None = None
     checked: bool = False
     fused: dict[Choices, bool] = field(default_factory=dict)

@@ -162,5 +162,5 @@ def _linear_in_operands(situation: Situation) -> Derived:
     if not operands:
         return Operand(learned=True) if learned else None
     # Untraced tensors that are joined with it, e.g. from a cache, are assumed to carry the same factor.
-    mixed = any(each.mixed for each in operands)
-    return operands[0]._replace(mixed=mixed, learned=learned, unread=unread_in(operands))
+    from_values = any(each.from_values for each in operands)
+    return operands[0]._replace(from_values=from_values, learned=learned, unread_product=unread_in(operands))

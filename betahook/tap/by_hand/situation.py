@@ -69,8 +69,8 @@ def other(situation: Situation) -> Derived:
         return situation.lose(scores, "with out=" if situation.call.has_target else "")
     if any(isinstance(trace, Shift) for trace in traces):
         return Shift()
-    if any(isinstance(trace, Operand) and trace.mixed for trace in traces):
-        return Operand(mixed=True)
+    if any(isinstance(trace, Operand) and trace.from_values for trace in traces):
+        return Operand(from_values=True)
     return Operand(learned=True) if _is_of_parameters(situation) else None
 
 
@@ -85,10 +85,10 @@ def _is_of_parameters(situation: Situation) -> bool:
 
 def unread_in(traces: Iterable[Trace | None]) -> str | None:
     """Return the first unrecognised product in some traces; None if there is none."""
-    return next((trace.unread for trace in traces if isinstance(trace, Operand) and trace.unread is not None), None)
+    return next((trace.unread_product for trace in traces if isinstance(trace, Operand) and trace.unread_product), None)
 
 
 def unless_unread(situation: Situation) -> Derived:
     """Derive the trace that `other` does; if that is None, carry an unrecognised product along."""
     unread, derived = unread_in(situation.traces), other(situation)
-    return derived if unread is None or derived is not None else Operand(unread=unread)
+    return derived if unread is None or derived is not None else Operand(unread_product=unread)

@@ -42,8 +42,8 @@ def end(forward: FollowedForward, output: Tensor, logits: Tensor, dim: int) -> N
     trace = forward.traces.get(logits)
     forward.traces.note(output, Weights())
     if isinstance(trace, Operand):
-        forward.plan.mixes |= trace.mixed
-        forward.unread = forward.unread or trace.unread
+        forward.plan.takes_values |= trace.from_values
+        forward.unread = forward.unread or trace.unread_product
     if _may_be_missed(trace):
         forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
     forward.has_softmax, forward.fused_only = True, False
@@ -57,7 +57,7 @@ def end(forward: FollowedForward, output: Tensor, logits: Tensor, dim: int) -> N
 
 def _may_be_missed(trace: Trace | None) -> bool:
     """Return True for a tensor without known scores that a product computed from attention weights."""
-    return (isinstance(trace, Weights) and trace.projected) or (isinstance(trace, Operand) and trace.mixed)
+    return (isinstance(trace, Weights) and trace.projected) or (isinstance(trace, Operand) and trace.from_values)
 
 
 def _end_of_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int) -> None:
@@ -80,7 +80,7 @@ def _end_of_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim
     leader.total = None if is_zero(own_beta) else own_beta
     for product in in_order:
         product.history.leader = leader.site
-        product.on_way |= scores.scaled
+        product.on_way |= scores.scaling_sites
     if forward.labels is not None:
         forward.features += [each.features for each in in_order if each.features is not None]
     is_recorded = forward.recording and scores.value is not None and logits.numel() > 0 and not is_zero(own_beta)

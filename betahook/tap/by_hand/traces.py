@@ -27,15 +27,15 @@ class Operand(NamedTuple):
     Attributes:
         factor: the factor.
         learned: True for a parameter or a tensor computed from parameters alone, see `is_learned`.
-        mixed: True if it was computed from weighted values, the product of attention weights and values.
-        unread: name and line of an unrecognised product of activations, not traced as scores, from which the tensor was
-            computed; None for none.
+        from_values: True if it was computed from weighted values, the product of attention weights and values.
+        unread_product: name and line of an unrecognised product of activations, not traced as scores, from which the
+            tensor was computed; None for none.
     """
 
     factor: Factor = 1.0
     learned: bool = False
-    mixed: bool = False
-    unread: str | None = None
+    from_values: bool = False
+    unread_product: str | None = None
 
 
 class Scores(NamedTuple):
@@ -51,11 +51,11 @@ class Scores(NamedTuple):
         operands: q and k of the product without that factor; those of one product if there are several.
         products: the products that were summed or joined into these scores, in order.
         axis: the axis of the heads as a negative index; None if it is unknown or heads have none of their own.
-        pure: True unless a bias or mask was added, or a non-linear function applied; masks that replace entries and
+        unbiased: True unless a bias or mask was added, or a non-linear function applied; masks that replace entries and
             shifts of rows do not count.
         linear: True if nothing but factors, masks and biases was applied.
         shifted: True if each row, along the last axis, was shifted by a number of its own, which cancels in a softmax.
-        scaled: the sites of the scalings that were applied.
+        scaling_sites: the sites of the scalings that were applied.
         lost: the first operation that could not be followed; None for none.
     """
 
@@ -66,10 +66,10 @@ class Scores(NamedTuple):
     operands: tuple[Tensor, Tensor] | None = None
     products: tuple[Product, ...] = ()
     axis: int | None = None
-    pure: bool = True
+    unbiased: bool = True
     linear: bool = True
     shifted: bool = False
-    scaled: frozenset[Site] = frozenset()
+    scaling_sites: frozenset[Site] = frozenset()
     lost: str | None = None
 
     @property

@@ -22,7 +22,7 @@ def shown(trace):
         case Scores():
             return f"Scores(factor={trace.factor})"
         case Operand():
-            return f"Operand(mixed={trace.mixed})"
+            return f"Operand(from_values={trace.from_values})"
     return "None" if trace is None else type(trace).__name__
 
 

@@ -186,7 +186,7 @@ def test_the_places_of_scores_are_no_scores():
 def test_a_bias_masks_nothing(bias):
     derived, _ = derive(torch.add, 0.5 * S, bias, traces=[scores()])
     assert derived.allowed is None or derived.allowed.all()
-    assert not derived.pure
+    assert not derived.unbiased
 
 
 BENT = {
@@ -322,7 +322,7 @@ def test_an_operand_that_something_is_added_to_has_no_factor():
 
 
 def test_values_are_known_by_what_is_made_of_them():
-    assert derive(torch.square, S, traces=[Operand(mixed=True)])[0] == Operand(mixed=True)
+    assert derive(torch.square, S, traces=[Operand(from_values=True)])[0] == Operand(from_values=True)
     assert derive(torch.square, S, traces=[Operand(0.5)])[0] is None
 
 
@@ -344,7 +344,7 @@ def test_what_is_put_together_is_learned_if_all_of_it_is(function):
     assert derive(function, [S, S + 1], traces=[LEARNED, LEARNED])[0] == LEARNED
     assert derive(function, [S, S + 1], traces=[LEARNED, Operand()])[0] == Operand()
     assert derive(function, [S, S + 1], traces=[Operand(), LEARNED])[0] == Operand()
-    assert derive(function, [S, S + 1], traces=[Operand(), Operand(mixed=True)])[0] == Operand(mixed=True)
+    assert derive(function, [S, S + 1], traces=[Operand(), Operand(from_values=True)])[0] == Operand(from_values=True)
 
 
 def test_a_tensor_that_gives_its_shape_alone_is_no_part_of_the_result():
