@@ -26,7 +26,7 @@ class ScaledProduct(Protocol):
     acts: bool
     settled: bool
     counts: bool
-    acting: Tensor | None
+    gain: Tensor | None
 
 
 def scale_query(
@@ -56,7 +56,7 @@ def scale_query(
             gain = torch.ones_like(gain)
         gain = gain.view([-1 if dim == axis else 1 for dim in range(query.dim())])
     if product is not None:
-        product.acting = gain.detach().flatten()
+        product.gain = gain.detach().flatten()
     # The gradient of a leaf gives the sensitivity; and in a transform only the model's own computation may run.
     if gain.requires_grad or not has_gradient or compat.is_transformed():
         return _times(query, gain)

@@ -785,10 +785,10 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
     Fault("betahook/tap/recorder.py", "raw / factor", "raw"),
-    Fault("betahook/tap/by_hand/softmaxes.py", "prescale * first.acting.view(-1, 1, 1)", "prescale", SCALES),
+    Fault("betahook/tap/by_hand/softmaxes.py", "prescale * first.gain.view(-1, 1, 1)", "prescale", SCALES),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",
-        "* first.acting.view(-1, 1, 1)",
+        "* first.gain.view(-1, 1, 1)",
         "* recorder.local_gain(None).view(-1, 1, 1)",
         f"{SCALES}::test_beta_is_that_which_acts_when_the_scale_of_the_model_changes",
     ),
@@ -2374,12 +2374,12 @@ FAULTS = [
     Fault("betahook/__init__.py", "\nlog.name_warnings()", "", "tests/unit/test_log.py"),
     Fault(
         "betahook/tap/by_hand/products.py",
-        "if history.way is not None or not",
+        "if history.factor_to_softmax is not None or not",
         "if not",
         f"{SCALES}::test_beta_is_that_which_acts_when_the_scale_of_the_model_changes",
     ),
-    Fault("betahook/tap/by_hand/products.py", "history.way = self.total / self.prescale", "pass", SCALES),
-    Fault("betahook/tap/by_hand/products.py", "return self.history.way / math", "return math", SCALES),
+    Fault("betahook/tap/by_hand/products.py", "history.factor_to_softmax = self.total / self.prescale", "pass", SCALES),
+    Fault("betahook/tap/by_hand/products.py", "return self.history.factor_to_softmax / math", "return math", SCALES),
     Fault(
         "betahook/models/labels.py",
         "not 0 < shared_axes < of.dim()",
@@ -2424,7 +2424,7 @@ FAULTS = [
         "for _, factor in self.scalings",
         SCALES,
     ),
-    Fault("betahook/tap/by_hand/softmaxes.py", "product.on_way |= scores.scaling_sites", "pass", SCALES),
+    Fault("betahook/tap/by_hand/softmaxes.py", "product.sites_to_softmax |= scores.scaling_sites", "pass", SCALES),
     Fault(
         "betahook/tap/by_hand/arithmetic.py",
         "scaling_sites=first.scaling_sites | second.scaling_sites",

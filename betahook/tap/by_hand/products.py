@@ -25,8 +25,10 @@ class History:
         since: the step in which one was first seen to reach a softmax.
         leader: the site of the first product that reaches the same softmax, whose scale is the model's own beta.
         scalings: the factors applied between product and softmax, one for each scaling, in order.
-        way: the factor from product to softmax, kept only if it is not the product of `scalings`, as after a negation.
-        scaled, on_way: the sites of all scalings so far, and of those between product and softmax.
+        factor_to_softmax: the factor from product to softmax; None if it is the product of `scalings`, which it is not
+            after a negation.
+        scaling_sites: the sites of all scalings so far, for any use.
+        sites_to_softmax: those between product and softmax.
         key_factor: the factor that the key carried in the last forward that showed it.
         key_first: True if the left operand is k, not q.
     """
@@ -35,15 +37,15 @@ class History:
     since: int | None = None
     leader: Site | None = None
     scalings: list[Factor] | None = None
-    way: Factor | None = None
-    scaled: set[Site] = field(default_factory=set)
-    on_way: set[Site] = field(default_factory=set)
+    factor_to_softmax: Factor | None = None
+    scaling_sites: set[Site] = field(default_factory=set)
+    sites_to_softmax: set[Site] = field(default_factory=set)
     key_factor: Factor | None = None
     key_first: bool | None = None
 
     def is_aside(self, site: Site) -> bool:
         """Return True for a scaling whose result never reached a softmax, as of logits that are kept for a plot."""
-        return site in self.scaled and site not in self.on_way
+        return site in self.scaling_sites and site not in self.sites_to_softmax
 
     def is_settled(self, step: int) -> bool:
         """Return True if steps before this one have shown that a product makes scores.
@@ -67,9 +69,9 @@ class Product:
         makers: the earlier products whose scores are operands of this one.
         acts: True if its left operand is to be multiplied by the gain.
         settled: True if steps before this one have shown that it makes scores.
-        acting: the gain, `beta / beta_default`, `[heads]`; ones if it does not act, None if it could not be applied.
+        gain: `beta / beta_default` as it acted, `[heads]`; ones if it did not, None if it could not be applied.
         scalings: the factors applied to the product since, for any use, each with its site.
-        on_way: the sites of those that led to a softmax.
+        sites_to_softmax: the sites of those that led to a softmax.
         prescale: the factor that its operands carry.
         total: the factor with which it reached a softmax, `prescale` included, if it is the first product there; None
             for other products, or if the factor is 0.
@@ -89,9 +91,9 @@ class Product:
     makers: tuple[Product, ...] = ()
     acts: bool = True
     settled: bool = False
-    acting: Tensor | None = None
+    gain: Tensor | None = None
     scalings: list[tuple[Site, Factor]] = field(default_factory=list)
-    on_way: set[Site] = field(default_factory=set)
+    sites_to_softmax: set[Site] = field(default_factory=set)
     prescale: Factor = 1.0
     total: Factor | None = None
     reached: bool = False
@@ -108,8 +110,8 @@ class Product:
         scalings, done = self.history.scalings, self._done
         if scalings is None:
             return None
-        if self.history.way is not None:
-            return self.history.way / math.prod(done, start=1.0)
+        if self.history.factor_to_softmax is not None:
+            return self.history.factor_to_softmax / math.prod(done, start=1.0)
         return math.prod(scalings[len(done) :], start=1.0)
 
     def expected(self, site: Site) -> Factor | None:
@@ -137,14 +139,14 @@ class Product:
             return f"the product at {self.site.line} reaches a softmax at times and at times it does not"
         history.makes_scores = self.reached
         if self.reached:
-            history.on_way |= self.on_way
-            history.scaled |= {site for site, _ in self.scalings}
+            history.sites_to_softmax |= self.sites_to_softmax
+            history.scaling_sites |= {site for site, _ in self.scalings}
             if not any(map(is_zero, done := self._done)):
                 history.scalings = done
             if self.total is not None:
                 known = self.prescale * math.prod(done, start=1.0)
-                if history.way is not None or not are_alike(self.total, known, are_read=are_read):
-                    history.way = self.total / self.prescale
+                if history.factor_to_softmax is not None or not are_alike(self.total, known, are_read=are_read):
+                    history.factor_to_softmax = self.total / self.prescale
             if history.since is None:
                 history.since = step
         return None

@@ -80,7 +80,7 @@ def _end_of_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim
     leader.total = None if is_zero(own_beta) else own_beta
     for product in in_order:
         product.history.leader = leader.site
-        product.on_way |= scores.scaling_sites
+        product.sites_to_softmax |= scores.scaling_sites
     if forward.labels is not None:
         forward.features += [each.features for each in in_order if each.features is not None]
     is_recorded = forward.recording and scores.value is not None and logits.numel() > 0 and not is_zero(own_beta)
@@ -100,7 +100,7 @@ def _record(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int, 
     assert scores.value is not None
     assert scores.operands is not None
     first = scores.products[0]
-    if axis is None or first.acting is None:
+    if axis is None or first.gain is None:
         forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}: {REMEDY}")
         return
 
@@ -108,7 +108,7 @@ def _record(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int, 
         return contraction.batched(tensor.detach().movedim(dim, -1), axis, recorder.heads)
 
     prescale = scores.prescale.view(-1, 1, 1) if isinstance(scores.prescale, Tensor) else scores.prescale
-    factor = prescale * first.acting.view(-1, 1, 1)  # as it acted, whatever the model's own beta is in this call
+    factor = prescale * first.gain.view(-1, 1, 1)  # as it acted, whatever the model's own beta is in this call
     recorder.record_pairs(laid_out(scores.value), laid_out(logits), laid_out(scores.pairs), scores.operands, factor)
 
 
