@@ -856,7 +856,7 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/forward.py", "plan.only_projects = False", "pass", BYPASSED),
     Fault("betahook/tap/by_hand/forward.py", "recorder.has_passed = True", "pass", BYPASSED),
-    Fault("betahook/tap/by_hand/forward.py", "concerns = forward.recording or ", "concerns = ", BYPASSED),
+    Fault("betahook/tap/by_hand/forward.py", "concerns = forward.is_recording or ", "concerns = ", BYPASSED),
     Fault("betahook/tap/by_hand/forward.py", "recorder.projected = False", "recorder.projected = True", BYPASSED),
     Fault("betahook/tap/by_hand/original.py", 'getattr(self._module, "processor", None)', "None"),
     Fault("betahook/tap/by_hand/watching.py", "recorder.attention.has_changed = True", "pass", ORIGINAL),
@@ -1320,7 +1320,7 @@ FAULTS = [
     Fault("betahook/models/trial.py", "if is_handed_over(func):", "if False:", "tests/unit/models/test_guards.py"),
     Fault(
         "betahook/tap/by_hand/forward.py",
-        "if forward.products else forward.unscored",
+        "if forward.products else forward.unscored_line",
         "if forward.products else None",
         LEFT_ALONE,
     ),
@@ -1927,7 +1927,7 @@ FAULTS = [
     Fault("betahook/tap/by_hand/forward.py", "compat.is_transformed() or self", "self", TRANSFORMED),
     Fault("betahook/tap/by_hand/following.py", "into.before if isinstance(into, Weights) else into", "into", TRACES),
     Fault("betahook/tap/by_hand/rearranging.py", "trace_of=lambda _: before", "trace_of=lambda _: trace", TRACES),
-    Fault("betahook/tap/by_hand/forward.py", "(rehearsal and compat.is_transformed())", "False", TRANSFORMED),
+    Fault("betahook/tap/by_hand/forward.py", "(is_rehearsal and compat.is_transformed())", "False", TRANSFORMED),
     Fault(
         "betahook/tap/recorder.py",
         "leaf.detach().requires_grad_() if self.state.paused or self.refusal else leaf",
@@ -2117,7 +2117,10 @@ FAULTS = [
     ),
     Fault("betahook/checkpoint/schema.py", "<= skipped <= steps < 2**53 and", "<= skipped <= steps and", SCHEMA),
     Fault(
-        "betahook/tap/by_hand/forward.py", "recorder.state.steps - forward.rehearsal", "recorder.state.steps", SETTLED
+        "betahook/tap/by_hand/forward.py",
+        "recorder.state.steps - forward.is_rehearsal",
+        "recorder.state.steps",
+        SETTLED,
     ),
     Fault("integrations/reports.py", "if self._step != self._hook.steps:", "if True:"),
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),

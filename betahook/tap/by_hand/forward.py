@@ -44,8 +44,8 @@ class FollowedForward:
     Attributes:
         recorder: the module's recorder.
         plan: what earlier forwards showed.
-        rehearsal: True for a dry run: beta does not act, and nothing is measured.
-        recording: True if scores are measured.
+        is_rehearsal: True for a dry run: beta does not act, and nothing is measured.
+        is_recording: True if scores are measured.
         form: the form of the inputs, by which the plan keeps the axes of the heads.
         is_empty: True if the first input has no entries, as in a batch without samples: such a forward shows nothing.
         axes: the axes of the heads that are known for inputs of this form, by site.
@@ -63,24 +63,24 @@ class FollowedForward:
         default: the model's own beta at the first softmax.
         fused_only: True while all attention is `F.scaled_dot_product_attention` in the form that `tap.compiled` takes.
         features: those that q and k come from, for each product that reached a softmax; only if there are labels.
-        unread: name and line of an unrecognised product that reached a softmax on its own; None for none.
-        unscored: the line of a product of activations in a form that is not read; None for none.
-        without_heads: the line of a product of two matrices, which have no axis for several heads; None for none.
+        unread_product: name and line of an unrecognised product that reached a softmax on its own; None for none.
+        unscored_line: the line of a product of activations in a form that is not read; None for none.
+        headless_line: the line of a product of two matrices, which have no axis for several heads; None for none.
         refused: the reason to leave the module alone once the forward has ended; None for none.
     """
 
-    def __init__(self, recorder: Recorder, plan: Plan, inputs: Any, *, rehearsal: bool = False) -> None:
-        self.recorder, self.plan, self.rehearsal = recorder, plan, rehearsal
+    def __init__(self, recorder: Recorder, plan: Plan, inputs: Any, *, is_rehearsal: bool = False) -> None:
+        self.recorder, self.plan, self.is_rehearsal = recorder, plan, is_rehearsal
         recorder.projected = False
         given = next(iter(tensors_in(inputs)), None)
-        is_dry = rehearsal or shows_shapes(given, recorder.state)
-        self.recording = recorder.is_recording and not (is_dry or recorder.refusal)
+        is_dry = is_rehearsal or shows_shapes(given, recorder.state)
+        self.is_recording = recorder.is_recording and not (is_dry or recorder.refusal)
         form = form_of(inputs)
         self.form = plan.nearest(form) if compat.is_exporting() else form
         self.axes = plan.axes.get(self.form, {})
         self.is_empty = given is not None and given.numel() == 0
         is_first = self.form not in plan.axes and recorder.refusal is None
-        if is_first and (compat.is_exporting() or (rehearsal and compat.is_transformed())):
+        if is_first and (compat.is_exporting() or (is_rehearsal and compat.is_transformed())):
             raise RuntimeError(
                 f"{shown_name(recorder.name)}: no forward has shown yet how this attention computes its scores. Run a "
                 "forward of the model outside of torch.export, torch.func and torch.jit.trace first"
@@ -88,16 +88,16 @@ class FollowedForward:
         self.labels = Labels(self.is_learned) if is_first and not compat.is_without_data() else None
         self.of_inputs = None if self.labels is None else _label_inputs(self, inputs)
         self.activations = Activations(inputs) if is_first else None
-        self.shadows = Shadows() if self.recording and not plan.checked else None
+        self.shadows = Shadows() if self.is_recording and not plan.checked else None
         self.products: list[Product] = []
         self.nodes: dict[Product, Any] = {}
         self.has_softmax = self.attended = False
         self.default: Factor | None = None
         self.fused_only = True
         self.features: list[FeaturePair] = []
-        self.unread: str | None = None
-        self.unscored: str | None = None
-        self.without_heads: str | None = None
+        self.unread_product: str | None = None
+        self.unscored_line: str | None = None
+        self.headless_line: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
         self.traces = Traces()
         self.refused: str | None = None
@@ -227,7 +227,7 @@ class FollowedForward:
             recorder.state.has_broken_graphs = True
         if recorder.refusal is None and reason is not None:
             recorder.leave_alone(reason, "Attention by F.scaled_dot_product_attention is followed. ")
-        elif reason is None and self.recording and not self.attended:
+        elif reason is None and self.is_recording and not self.attended:
             recorder.has_passed = True
             self._note_nothing()
         elif reason is None and self.labels is not None and self.features:
@@ -241,7 +241,7 @@ def _verdict(forward: FollowedForward) -> str | None:
     plan.axes[forward.form] = forward.axes
     # A rehearsal shows what the steps before a resume had shown, and counts as one of them: the first step after the
     # resume then computes as they did.
-    step = recorder.state.steps - forward.rehearsal
+    step = recorder.state.steps - forward.is_rehearsal
     learned = (product.learn(step, are_read=forward.labels is not None) for product in forward.products)
     reason = forward.refused or next(filter(None, learned), None)
     if forward.attended:
@@ -252,10 +252,10 @@ def _verdict(forward: FollowedForward) -> str | None:
         return reason
     if forward.has_softmax:
         return _obstacle(forward)
-    line = forward.products[0].site.line if forward.products else forward.unscored
+    line = forward.products[0].site.line if forward.products else forward.unscored_line
     if line is not None:
         return f"the product at {line} reaches no softmax"
-    concerns = forward.recording or recorder.state.beta_acts  # otherwise it may pass, e.g. in evaluation
+    concerns = forward.is_recording or recorder.state.beta_acts  # otherwise it may pass, e.g. in evaluation
     if recorder.projected and concerns:
         return UNSEEN
     return PASSED if plan.only_projects and concerns else None
@@ -282,10 +282,11 @@ def _label_inputs(forward: FollowedForward, inputs: Any) -> Labels:
 
 def _obstacle(forward: FollowedForward) -> str:
     """Explain why no product of q and k was seen to reach the softmax of a forward."""
-    if forward.without_heads is None:
-        made = forward.unread and f"its softmax takes what {forward.unread} made, a product that is not followed"
-        return made or "no product of q and k was seen to reach its softmax"
-    return (
-        f"the product at {forward.without_heads} is of two matrices, in which its {forward.recorder.heads} heads have "
-        "no axis: compute all of them at once, with q and k as [batch, heads, tokens, d_k]"
-    )
+    if forward.headless_line is not None:
+        return (
+            f"the product at {forward.headless_line} is of two matrices, in which its {forward.recorder.heads} heads "
+            "have no axis: compute all of them at once, with q and k as [batch, heads, tokens, d_k]"
+        )
+    if forward.unread_product is not None:
+        return f"its softmax takes what {forward.unread_product} made, a product that is not followed"
+    return "no product of q and k was seen to reach its softmax"

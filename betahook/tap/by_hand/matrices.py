@@ -46,7 +46,7 @@ def follow_other(forward: FollowedForward, call: Call, *, is_read: bool = False)
         derived = _of_other_product(forward, call)
         if derived is None and forward.labels is not None and not is_read and _multiplies_activations(forward, call):
             line = find_line()
-            forward.unscored = forward.unscored or line
+            forward.unscored_line = forward.unscored_line or line
             derived = Operand(unread_product=f"{call.name} at {line}")
         forward.traces.note(output, derived)
     return output
@@ -75,7 +75,7 @@ def _may_make_scores(forward: FollowedForward, matmul: Contraction) -> bool:
     if not matmul.left.is_floating_point() or forward.is_learned(matmul.right):
         return False
     if not matmul.has_batch and recorder.heads > 1:
-        forward.without_heads = forward.without_heads or find_line()
+        forward.headless_line = forward.headless_line or find_line()
         return False
     return True
 
@@ -114,7 +114,7 @@ def _score_product(forward: FollowedForward, call: Call, matmul: Contraction) ->
     if output.grad_fn is not None:
         forward.nodes[product] = output.grad_fn
     with torch.no_grad():  # a checkpointed forward must save as many tensors as its recomputation
-        if forward.recording:
+        if forward.is_recording:
             left, right = matmul.tokens(axis, recorder.heads)
             value = matmul.alone(query) if matmul.biased else output.detach()
             left, right = divided(left, of_left), divided(right, of_right)
@@ -173,7 +173,7 @@ def _new_product(forward: FollowedForward, matmul: Contraction) -> Product:
         assured=assured and not learned and all(maker.assured for maker in makers),
         learned=learned,
         makers=makers,
-        acts=not forward.rehearsal and history.makes_scores is not False,
+        acts=not forward.is_rehearsal and history.makes_scores is not False,
         features=features,
         settled=history.is_settled(forward.recorder.state.steps),
     )

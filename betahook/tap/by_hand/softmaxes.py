@@ -43,7 +43,7 @@ def end(forward: FollowedForward, output: Tensor, logits: Tensor, dim: int) -> N
     forward.traces.note(output, Weights())
     if isinstance(trace, Operand):
         forward.plan.takes_values |= trace.from_values
-        forward.unread = forward.unread or trace.unread_product
+        forward.unread_product = forward.unread_product or trace.unread_product
     if _may_be_missed(trace):
         forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
     forward.has_softmax, forward.fused_only = True, False
@@ -83,7 +83,7 @@ def _end_of_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim
         product.sites_to_softmax |= scores.scaling_sites
     if forward.labels is not None:
         forward.features += [each.features for each in in_order if each.features is not None]
-    is_recorded = forward.recording and scores.value is not None and logits.numel() > 0 and not is_zero(own_beta)
+    is_recorded = forward.is_recording and scores.value is not None and logits.numel() > 0 and not is_zero(own_beta)
     if not is_recorded and forward.labels is None:
         return
     # With labels the axis is found even if nothing is recorded: the first recorded forward may be one without labels.
@@ -132,7 +132,7 @@ def fused(forward: FollowedForward, call: Call) -> Any:
     if axis is not None:
         forward.note_default(default)
         own = None if is_zero(default) else default  # scale_query then takes that of the last call
-        if forward.recording and own is not None:
+        if forward.is_recording and own is not None:
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
             q_of_all, k_of_all, axis_of_all = contraction.broadcast(*raw, axis)
             q, k = (contraction.batched(x, axis_of_all, recorder.heads) for x in (q_of_all, k_of_all))

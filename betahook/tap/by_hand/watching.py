@@ -174,7 +174,7 @@ def _rehearse(
     if not dry_run.is_repeatable(module, (args, kwargs)):
         return  # e.g. a cache would be filled twice
     args, kwargs = copied((args, kwargs))
-    followed = FollowedForward(recorder, plan, (args, kwargs), rehearsal=True)
+    followed = FollowedForward(recorder, plan, (args, kwargs), is_rehearsal=True)
     given = tensors_in((args, kwargs))
     # Non-reentrant checkpointing counts saved tensors, and its recomputation does not rehearse: hide those saved here.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
