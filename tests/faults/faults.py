@@ -1781,7 +1781,7 @@ FAULTS = [
     Fault("betahook/tap/by_hand/contraction.py", "or output == per_query", "", TRACES),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",
-        "(product := hidden.behind(logits, forward.nodes))",
+        "(product := find_hidden_product(logits, forward.nodes))",
         "(product := None)",
         LEFT_ALONE,
     ),

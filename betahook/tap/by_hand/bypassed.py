@@ -41,8 +41,8 @@ class Watch:
 
 
 @contextmanager
-def running(recorder: Recorder) -> Iterator[None]:
-    """Return a context that notes that a forward of the layer's module is running."""
+def note_running(recorder: Recorder) -> Iterator[None]:
+    """Note that a forward of the layer's module is running, until the context ends."""
     recorder.ran_in.add(recorder.module.training)
     recorder.runs += 1
     try:

@@ -110,7 +110,7 @@ class Contraction:
             here = _moved(axis, self.left_axes, axes.replace(self.summed, ""))
             if here is None or (isinstance(here, Shared) and tensor.shape[here.dim] == 1):  # the same for all heads
                 here = "single"
-            tensor, dim = _apart(tensor, here, heads)
+            tensor, dim = _split_heads(tensor, here, heads)
             return tensor.movedim(dim, 0).flatten(1, -2)[None]
 
         return arrange(self.left, self.left_axes), arrange(self.right, self.right_axes)
@@ -173,7 +173,7 @@ def _read_einsum(call: Call, left_axes: str, right_axes: str, output: str) -> Co
     return Contraction(left, right, lambda x: torch.einsum(equation, x, right), *letters)
 
 
-def _apart(tensor: Tensor, axis: Axis, heads: int) -> tuple[Tensor, int]:
+def _split_heads(tensor: Tensor, axis: Axis, heads: int) -> tuple[Tensor, int]:
     """Return a view in which the heads have an axis of their own, and that axis."""
     if axis == "single":
         return tensor[None], 0
@@ -191,13 +191,13 @@ def misfit(sizes: Sequence[int], heads: int) -> str:
 
 def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Apply `function(tensor, axis)` to a view in which the heads have an axis of their own, and undo the view."""
-    output = function(*_apart(tensor, axis, heads))
+    output = function(*_split_heads(tensor, axis, heads))
     if axis == "single":
         return output.squeeze(0)  # `output[0]` would change the memory layout of the gradient
     return output.flatten(axis.dim, axis.dim + 1) if isinstance(axis, Shared) else output
 
 
-def along(numbers: Tensor, axis: Axis, tensor: Tensor) -> Tensor:
+def align_with_heads(numbers: Tensor, axis: Axis, tensor: Tensor) -> Tensor:
     """Reshape numbers `[heads]` to broadcast to a tensor whose heads lie along `axis`."""
     if axis == "single":
         return numbers
@@ -225,6 +225,6 @@ def broadcast(query: Tensor, key: Tensor, axis: Axis) -> tuple[Tensor, Tensor, A
 
 def batched(tensor: Tensor, axis: Axis, heads: int) -> Tensor:
     """Rearrange `[..., n, x]`, with the heads along any of the leading axes, to `[batch, heads, n, x]`."""
-    apart, dim = _apart(tensor, axis, heads)
-    apart = apart.movedim(dim, -3)
-    return apart.flatten(0, -4) if apart.dim() > 3 else apart[None]
+    split, dim = _split_heads(tensor, axis, heads)
+    split = split.movedim(dim, -3)
+    return split.flatten(0, -4) if split.dim() > 3 else split[None]

@@ -48,5 +48,5 @@ def divide(forward: FollowedForward, call: Call) -> Any:
     ):
         return follow(forward, call, arithmetic.divide)
     output = call.run()
-    softmaxes.end(forward, output, found.logits, dim=-1)
+    softmaxes.note_softmax(forward, output, found.logits, dim=-1)
     return output

@@ -14,7 +14,7 @@ from torch import Tensor
 from betahook.models.torch_calls import Call
 from betahook.tap.by_hand import handlers
 from betahook.tap.by_hand.arithmetic import divide, multiply, united
-from betahook.tap.by_hand.contraction import along
+from betahook.tap.by_hand.contraction import align_with_heads
 from betahook.tap.by_hand.factors import Factor, is_zero, number, same_factor
 from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.rearranging import keep
@@ -89,7 +89,7 @@ def _rescaled(forward: FollowedForward, call: Call, output: Tensor, scores: Scor
     if axis is None:
         return output, scores.losing(f"a scale at {find_line()} that changes, where the heads are not told apart")
     ratio = torch.as_tensor(last / factor, device=output.device)
-    is_set = along(forward.recorder.is_set.to(output.device), axis, scaled)
+    is_set = align_with_heads(forward.recorder.is_set.to(output.device), axis, scaled)
     is_usable = ratio.isfinite() & (ratio != 0)  # a tensor may be 0 in either forward
     ratio = torch.where(is_set & is_usable, ratio, 1.0).to(output.dtype)
     forward.shadows = None  # they lack the ratio

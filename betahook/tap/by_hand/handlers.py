@@ -18,7 +18,7 @@ from betahook.tap.by_hand.situation import Handler, Situation, other
 from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift
 
 
-def bend(situation: Situation) -> Derived:
+def nonlinear(situation: Situation) -> Derived:
     """Follow a non-linear function of each element, such as a soft cap."""
     trace = situation.first_trace
     if sum(isinstance(each, Scores) for each in situation.traces) > 1:
@@ -28,7 +28,7 @@ def bend(situation: Situation) -> Derived:
     return other(situation)
 
 
-def drop(situation: Situation) -> Derived:
+def dropout(situation: Situation) -> Derived:
     """Follow a dropout, which loses scores unless it is inactive."""
     call, trace = situation.call, situation.first_trace
     share, training, *_ = *call.operands[1:], 0.5, True
@@ -38,10 +38,10 @@ def drop(situation: Situation) -> Derived:
     return trace
 
 
-def largest(situation: Situation) -> Derived:
+def max_or_min(situation: Situation) -> Derived:
     """Follow `max` or `min`, either with another tensor, which bounds each score, or as a reduction."""
     if sum(isinstance(x, Tensor) for x in situation.call.operands) > 1:
-        return bend(situation)
+        return nonlinear(situation)
     return reduce(situation)
 
 
@@ -82,11 +82,11 @@ HANDLERS: Mapping[str, Handler] = {
         (pad, "pad"),
         (keep, "to float half bfloat16 double type type_as contiguous clone detach detach_ requires_grad_ cpu cuda"),
         (keep, "positive"),
-        (bend, "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_ tanh tanh_ nan_to_num"),
-        (bend, "nan_to_num_ maximum minimum hardtanh softsign fmin fmax"),
-        (largest, "max min"),
+        (nonlinear, "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_ tanh tanh_ nan_to_num"),
+        (nonlinear, "nan_to_num_ maximum minimum hardtanh softsign fmin fmax"),
+        (max_or_min, "max min"),
         (reduce, "amax amin mean sum logsumexp median"),
-        (drop, "dropout dropout_"),
+        (dropout, "dropout dropout_"),
         (where, "where"),
         (fill, "masked_fill masked_fill_"),
         (triangle, "tril triu tril_ triu_"),

@@ -21,7 +21,7 @@ from betahook.models.labels import (
     device_of,
     features_of_heads,
 )
-from betahook.tap.by_hand.contraction import Axis, Shared, along
+from betahook.tap.by_hand.contraction import Axis, Shared, align_with_heads
 from betahook.tap.recorder import Recorder
 
 REMEDY = "make q and k [batch, num_heads, tokens, d_k], with num_heads as the module states it"
@@ -53,7 +53,7 @@ def feature_pair(
 def put_heads(labels: Labels, scores: Tensor, axis: Axis, heads: int) -> None:
     """Label each entry of scores with the number of its head."""
     if axis != "single":
-        numbers = along(torch.arange(heads, device=device_of(scores)), axis, scores)
+        numbers = align_with_heads(torch.arange(heads, device=device_of(scores)), axis, scores)
         labels.put_numbers(scores, numbers.expand(scores.shape).contiguous())
 
 

@@ -15,7 +15,7 @@ from betahook import compat
 from betahook.tap.by_hand.products import Product
 
 
-def behind(logits: Tensor, nodes: dict[Product, Any]) -> Product | None:
+def find_hidden_product(logits: Tensor, nodes: dict[Product, Any]) -> Product | None:
     """Find a product from which the input of a softmax was computed although its trace did not reach it, else None.
 
     Args:

@@ -24,7 +24,7 @@ class Original:
         # An instance's own forward hides that of its class; one that is no function may be a new object at each access.
         self._is_followed = "forward" not in vars(module) and isinstance(type(module).forward, FunctionType)
 
-    def now(self) -> tuple[Callable[..., Any], bool]:
+    def current(self) -> tuple[Callable[..., Any], bool]:
         """Return the present forward, and True if it, its code or the processor has changed since the last call."""
         if not self._is_followed or (seen := self._look()) == self._seen:
             return self._last, False

@@ -16,11 +16,12 @@ from betahook.measure.masks import Band, GivenMask
 from betahook.measure.rows import ScoreMod
 from betahook.models.torch_calls import Call
 from betahook.tap import compiled
-from betahook.tap.by_hand import contraction, hidden
+from betahook.tap.by_hand import contraction
 from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.factors import divided, is_zero
 from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.head_axes import REMEDY, feature_pair
+from betahook.tap.by_hand.hidden import find_hidden_product
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.traces import Operand, Scores, Shift, Trace, Weights
 from betahook.tap.gain import scale_query
@@ -33,11 +34,11 @@ HIDDEN = "by a function that torch shows to nobody, as those of torch.jit.script
 def softmax(forward: FollowedForward, call: Call) -> Tensor:
     """Run a softmax, and record the scores that reach it."""
     output: Tensor = call.run()
-    end(forward, output, call.operands[0], call.dim)
+    note_softmax(forward, output, call.operands[0], call.dim)
     return output
 
 
-def end(forward: FollowedForward, output: Tensor, logits: Tensor, dim: int) -> None:
+def note_softmax(forward: FollowedForward, output: Tensor, logits: Tensor, dim: int) -> None:
     """Process a softmax of `logits` along `dim` that returned `output`: record its scores, or refuse the module."""
     trace = forward.traces.get(logits)
     forward.traces.note(output, Weights())
@@ -49,8 +50,8 @@ def end(forward: FollowedForward, output: Tensor, logits: Tensor, dim: int) -> N
     forward.has_softmax, forward.fused_only = True, False
     forward.attended |= isinstance(trace, Scores | Weights)
     if isinstance(trace, Scores):
-        _end_of_scores(forward, trace, logits, dim)
-    if (product := hidden.behind(logits, forward.nodes)) is not None:
+        _note_scores(forward, trace, logits, dim)
+    if (product := find_hidden_product(logits, forward.nodes)) is not None:
         by = REDUCED if isinstance(trace, Shift) else HIDDEN
         forward.refuse(f"the product at {product.site.line} comes to its softmax at {find_line()} {by}")
 
@@ -60,7 +61,7 @@ def _may_be_missed(trace: Trace | None) -> bool:
     return (isinstance(trace, Weights) and trace.projected) or (isinstance(trace, Operand) and trace.from_values)
 
 
-def _end_of_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int) -> None:
+def _note_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int) -> None:
     """Process scores that reach a softmax as `logits`: learn from them, and record them."""
     for product in scores.products:
         product.reach()

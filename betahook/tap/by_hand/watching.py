@@ -89,14 +89,14 @@ def connect(recorder: Recorder, undo: ExitStack) -> None:
     # Not by forward hooks: torch skips them after a KeyboardInterrupt, and the mode would act on all that follows.
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        forward, is_new = original.now()
+        forward, is_new = original.current()
         if not override.active:  # wrappers that were added later, e.g. by Accelerate, still call this
             return forward(*args, **kwargs)
         if is_new:
             plan.forget()
             follow_again(recorder)
             recorder.attention.has_changed = True
-        with bypassed.running(recorder):
+        with bypassed.note_running(recorder):
             return _run_watched(recorder, plan, forward, uncompiled, args, kwargs)
 
     outside = compat.outside_of_graphs(watched, OUTSIDE)

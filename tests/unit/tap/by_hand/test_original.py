@@ -81,9 +81,9 @@ def test_the_forward_of_another_class_runs_with_beta(kind, forward, change, beta
 def test_a_forward_is_another_one_once():
     module = ByHandAttention()
     original = Original(module)
-    assert original.now() == (module.forward, False)
+    assert original.current() == (module.forward, False)
     module.__class__ = type("Other", (ByHandAttention,), {"forward": lambda self, x: x})
-    assert [original.now() for _ in range(2)] == [(module.forward, True), (module.forward, False)]
+    assert [original.current() for _ in range(2)] == [(module.forward, True), (module.forward, False)]
 
 
 def test_a_forward_of_the_module_itself_hides_that_of_its_class():
