@@ -336,8 +336,8 @@ def _check_new(layer: AttentionLayer, new: Tensor, given: object) -> None:
     if layer._attention.route != "interface" and math.isnan(layer.beta_default):
         others = " of this module, which no forward of the model has called so far" if layer._state.seen else ""
         raise RuntimeError(
-            f"beta of {layer.name!r} cannot be set before the first forward{others}: only that shows the model's own, "
-            "by which this module scales its scores itself. Run a forward first"
+            f"beta of {layer.name!r} cannot be set before the first forward{others}: this module scales its scores "
+            "itself, so only a forward shows the model's own beta. Run one first"
         )
 
 

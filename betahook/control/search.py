@@ -29,7 +29,7 @@ from betahook.control.opening import Course, Opening, Phase
 from betahook.control.sign_search import SignSearch
 
 WORDS = {
-    Phase.UNSEEN: "W_q and W_k were not looked at yet",
+    Phase.UNSEEN: "W_q and W_k were not examined yet",
     Phase.WAIT: "trained weights wait for the search",
     Phase.WARM_UP: "beta is low while the weights are fresh",
     Phase.PLATEAU: "beta is very low while W_q and W_k have not begun to learn",

@@ -27,7 +27,7 @@ def warn_of_short_training(hook: Hook, steps: int) -> None:
     late = [controller for controller in hook.moving if controller.opening_batches > steps]
     if late:
         logger.warning(
-            "training ends after %d steps, and %s may need %d to bring beta to where it wants it: train longer, choose "
+            "training ends after %d steps, but %s may need %d to bring beta to its place: train longer, choose "
             'Search.brief() or Search(rise=False), or only watch, with "monitor"',
             steps,
             ", ".join(map(repr, late)),

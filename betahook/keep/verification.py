@@ -39,9 +39,9 @@ def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
     """
     if plan.is_on_any_rank(plan.hook.last_call.input is None):
         raise FoldError(
-            "fold() checks itself on the input of the model's last forward, and there was none, or it had a cache. Run "
-            f"{type(plan.hook.model).__name__}, or the part of it that holds all hooked layers, once without a cache. "
-            "Where several parts are called by themselves, call a forward that runs them, or attach to each"
+            "fold() checks itself on the input of the model's last forward, but there was none, or it used a cache. "
+            f"Run {type(plan.hook.model).__name__}, or the part of it that contains all hooked layers, once without a "
+            "cache. If its parts are called separately, call a forward that runs them all, or attach to each part"
         )
     with rerun.without_side_effects(plan.hook):
         places, expected, precision = _check_layers(plan)
@@ -112,8 +112,8 @@ def _calls_on_all_ranks(plan: FoldPlan) -> dict[AttentionLayer, float]:
 
 def _lost(layer: AttentionLayer) -> str:
     return (
-        "the model has lost this module since attach(), perhaps to another one, which has not its beta. Fold before "
-        "you remove or replace layers. If it was only removed, give it the model's own beta and fold again: layer = "
+        "the module is no longer part of the model; another one in its place does not have its beta. Fold before you "
+        "remove or replace layers. If it was only removed, give it the model's own beta and fold again: layer = "
         f"hook.layers[{layer.name!r}]; layer.head_beta = layer.head_beta_default"
     )
 

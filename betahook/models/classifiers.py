@@ -70,8 +70,8 @@ class Verdict:
 
 NO_ATTENTION = Verdict()
 UNKNOWN_CODE = Verdict(
-    obstacle="no product with a softmax behind it was found in its code, nor in the functions that this calls by name; "
-    "attention by F.scaled_dot_product_attention would be",
+    obstacle="neither its code nor the functions that it calls by name have a product followed by a softmax; attention "
+    "by F.scaled_dot_product_attention would be recognised",
     by_name_only=True,
 )
 
@@ -117,7 +117,7 @@ def rule_out_listed(suspect: Suspect) -> Verdict | None:
 def refuse_scripted_module(suspect: Suspect) -> Verdict | None:
     """Attention compiled by `torch.jit`, whose calls cannot be seen."""
     name = suspect.module.original_name if isinstance(suspect.module, torch.jit.ScriptModule) else ""
-    reason = f"torch.jit compiled this {name}, so that its products are out of sight; leave it in Python"
+    reason = f"torch.jit compiled this {name}, which hides its products; keep it in Python"
     return Verdict(obstacle=reason) if IN_NAME.search(name) else None
 
 
@@ -162,9 +162,7 @@ def refuse_scripted_function(suspect: Suspect) -> Verdict | None:
     if not _has_product_and_softmax(shown) or not has_matrix(suspect.module):
         return None
     name = min(str(each.name) for each, found in hiding.items() if found)
-    reason = (
-        f"it calls {name}, which torch.jit.script compiled, so that its scores are out of sight: leave it in Python"
-    )
+    reason = f"it calls {name}, whose scores are hidden, since torch.jit.script compiled it: keep it in Python"
     return Verdict(obstacle=reason)
 
 

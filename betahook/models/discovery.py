@@ -89,9 +89,9 @@ class AttentionModule:
         """Reason why the input of W_q or W_k cannot be observed; None if it can."""
         pair = self.projections or ()
         if any(projection.argument is None for projection in pair):
-            return "no module gets it as an argument or the first forward had to show them"
+            return "no module receives it as an argument, or only the first forward showed W_q and W_k"
         shared = any(projection.module in self.shared for projection in pair)
-        return "other layers put theirs through the same modules" if shared else None
+        return "other layers pass theirs through the same modules" if shared else None
 
     @torch.no_grad()  # else computing a parametrised weight saves tensors, which activation checkpointing counts
     def learn_places(self, features: Sequence[FeaturePair], linears: Sequence[Linear | None]) -> None:
@@ -136,12 +136,12 @@ class Survey:
 
 
 HOLDS_ATTENTION = Verdict(
-    obstacle="its own attention, if it has one, is not reached beside that of the modules in it, which are hooked: "
-    "move it into a module of its own"
+    obstacle="it contains attention modules, which are hooked, so attention that it computes itself is not reached: "
+    "move that into a module of its own"
 )
 HOLDS_ANOTHER = Verdict(
-    obstacle="its own attention, if it has one, is not reached beside a module in it that looks like another: move it "
-    "into a module of its own"
+    obstacle="it contains a module that looks like attention, so attention that it computes itself is not reached: "
+    "move that into a module of its own"
 )
 UNKNOWN_UNNAMED = Verdict(
     obstacle="it takes a softmax and multiplies; if that is an attention, set its attributes num_heads and head_dim "

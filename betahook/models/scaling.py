@@ -89,7 +89,7 @@ class Weight:
         """
         parameter = materialise.stored(self.module, self.name)
         if not isinstance(parameter, nn.Parameter):
-            reason = "its weight, or its bias, is made of others in every forward"
+            reason = "its weight, or its bias, is computed from other parameters in every forward"
             raise NoScalingError(f"{reason} (remove the parametrization or pruning first)")
         return parameter
 
@@ -211,7 +211,7 @@ def find_scalings(module: nn.Module, pair: Pair | None, heads: int, head_dim: in
     if pair is None:
         raise NoScalingError("its query and key projections have no known form, or FSDP 1 shards them")
     if any(getattr(module, name, None) is not None for name in families.QUERY_CLIPS):
-        raise NoScalingError("it clips q, k and v behind their projections")
+        raise NoScalingError("it clips q, k and v after their projections")
     query, key = pair
     key_rows = _rows(key)
     key_heads, unshared = key_rows.shape

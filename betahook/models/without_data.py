@@ -43,9 +43,9 @@ KINDS = Tensor, nn.Parameter
 """Tensor classes that hold data; other classes define themselves what operators do with them."""
 
 LEFTOVER_ERROR = (
-    "a tensor without data is used: the code of an attention module made it of inputs, weights or random numbers while "
-    "`attach` tried its forward, and kept it outside of the module, as in an `lru_cache` or a global dictionary. Empty "
-    "what keeps it after `attach`, as by `cache_clear()`"
+    "a tensor without data is used: while `attach` tried the forward of an attention module, its code computed the "
+    "tensor from inputs, weights or random numbers, and kept it outside of the module, e.g. in an `lru_cache` or a "
+    "global dictionary. Empty that after `attach`, e.g. with `cache_clear()`"
 )
 
 

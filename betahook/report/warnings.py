@@ -77,7 +77,7 @@ def _warn_of_idle_steps(state: State, asked: str, unreached: Mapping[str, str], 
         return
     state.reported.idle_steps = -math.inf
     logger.warning(
-        "no attention was measured in the last %d steps, and %s shows the numbers of before: the hooked layers ran in "
+        "no attention was measured in the last %d steps, and %s shows earlier numbers: the hooked layers ran in "
         "evaluation mode, under torch.no_grad or not at all. Call model.train() after an evaluation, or "
         'attach(..., when="always")',
         idle,

@@ -52,7 +52,7 @@ def _check_seen(layers: Layers, *, seen: bool, measured: bool) -> None:
             bypassed = f". If it did not, {UNKNOWN}"
         raise RuntimeError(
             "hook.step() was called, but no forward has reached a hooked layer. Run hook.model first. If you did, it "
-            "ran on another model object, such as a copy, or calls parts of the hooked modules but not these themselves"
+            "ran on another model object, such as a copy, or called parts of the hooked modules and not the modules"
             f"{bypassed}"
         )
     if not measured:

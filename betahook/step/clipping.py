@@ -36,7 +36,7 @@ NOT_PROPORTIONAL = (
     "or that something else uses them"
 )
 NO_INPUT = (
-    "on the input of the model's last forward that scaled weights act as beta does, and there was none, or it had a "
+    "on the input of the model's last forward that scaled weights act as beta does, but there was none, or it had a "
     "cache. Run the forward of hook.model, or of the part of it that holds all hooked layers, once without a cache; "
     "evaluation mode and torch.no_grad() will do"
 )

@@ -140,7 +140,7 @@ def refused(rank):
     """On one rank alone a layer is not linear, or there was no forward: all refuse, and nothing changes."""
     for message in (
         "its output is not that of a scaled query",
-        "the input of the model's last forward, and there was none",
+        "the input of the model's last forward, but there was none",
     ):
         model, batch = prepare("llama"), rows("llama", rank, rank + 1)
         query = model.model.layers[1].self_attn.q_proj

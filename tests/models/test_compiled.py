@@ -314,4 +314,4 @@ def test_a_layout_that_comes_later_is_looked_at_outside(counter):
             refusals.append(layer.refusal)
     torch.testing.assert_close(*outputs)
     assert refusals[0] == refusals[1]
-    assert refusals[1].startswith("its heads are not told apart from the batch")
+    assert refusals[1].startswith("its heads cannot be told from the batch")

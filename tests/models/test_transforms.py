@@ -169,7 +169,7 @@ def test_without_a_call_that_can_run_again_the_fold_asks_for_one():
     of_each_sample(model, batch())
     for layer in hook.layers.values():
         layer.beta = 0.7
-    with pytest.raises(betahook.FoldError, match="there was none, or it had a cache"):
+    with pytest.raises(betahook.FoldError, match="there was none, or it used a cache"):
         betahook.fold(model)
 
 
@@ -297,7 +297,7 @@ def test_a_symbolic_trace_is_that_of_the_model_alone_or_refused(kind):
         assert torch.equal(torch.fx.symbolic_trace(model)(x), traced(x))
         hook.layers["1"].beta = 0.7
         with pytest.raises(
-            RuntimeError, match=r"^1: what torch.fx.symbolic_trace makes would lack its beta.* fold\(\)"
+            RuntimeError, match=r"^1: the result of torch.fx.symbolic_trace would lack its beta.* fold\(\)"
         ):
             torch.fx.symbolic_trace(model)
         assert hook.layers["1"].refusal is None

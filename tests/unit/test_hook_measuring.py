@@ -225,8 +225,8 @@ def test_the_input_of_projections_that_layers_share_is_left_out(names, layers, b
         for layer in hook.layers.values():
             assert layer.weight_std_q > 0
             assert layer.remarks == [
-                "the input of W_q and W_k is not measured, since other layers put theirs through the same modules, and "
-                "the score std that it predicts is not known"
+                "the input of W_q and W_k is not measured, since other layers pass theirs through the same modules, "
+                "and the score std that it predicts is not known"
             ]
 
 

@@ -213,7 +213,7 @@ def test_one_warning_says_that_the_numbers_are_old(ask, caplog):
             getattr(hook, ask)()
         (record,) = caplog.records
         assert record.message.startswith(
-            f"no attention was measured in the last 28 steps, and {ask}() shows the numbers of before: "
+            f"no attention was measured in the last 28 steps, and {ask}() shows earlier numbers: "
         )
         assert record.message.endswith('Call model.train() after an evaluation, or attach(..., when="always")')
 

@@ -90,6 +90,7 @@ def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
     if recorder.module not in set(frame.f_locals["self"].modules()):  # replaced by another, which has its projection
         return
     recorder.leave_alone(
-        f"its query projection is called at {find_line()} past its forward, and what that computes is not followed",
-        "Attention is followed in the forward of a module that holds no other. ",
+        f"its query projection is called at {find_line()} outside of its forward, and attention computed there is not "
+        "followed",
+        "Attention is followed in the forward of a module that contains no other attention. ",
     )

@@ -87,7 +87,7 @@ def _rescaled(forward: FollowedForward, call: Call, output: Tensor, scores: Scor
         return output, scores
     axis = forward.score_axis(scaled, "rescale")
     if axis is None:
-        return output, scores.losing(f"a scale at {find_line()} that changes, where the heads are not told apart")
+        return output, scores.losing(f"a scale at {find_line()} that changes, where the heads cannot be told apart")
     ratio = torch.as_tensor(last / factor, device=output.device)
     is_set = align_with_heads(forward.recorder.is_set.to(output.device), axis, scaled)
     is_usable = ratio.isfinite() & (ratio != 0)  # a tensor may be 0 in either forward

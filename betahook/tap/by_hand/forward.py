@@ -192,7 +192,7 @@ class FollowedForward:
         if self.default is None:
             self.default = default
         elif not are_alike(self.default, default, are_read=self.labels is not None):
-            self.refuse(f"its softmax at {find_line()} and one before it get scores that are scaled differently")
+            self.refuse(f"its softmax at {find_line()} and an earlier one receive scores that are scaled differently")
 
     def refuse(self, reason: str) -> None:
         """Leave the module alone when the forward has ended."""
@@ -288,5 +288,5 @@ def _obstacle(forward: FollowedForward) -> str:
             "have no axis: compute all of them at once, with q and k as [batch, heads, tokens, d_k]"
         )
     if forward.unread_product is not None:
-        return f"its softmax takes what {forward.unread_product} made, a product that is not followed"
+        return f"its softmax takes the result of {forward.unread_product}, a product that is not followed"
     return "no product of q and k was seen to reach its softmax"

@@ -209,4 +209,4 @@ def _head_axis(forward: FollowedForward, matmul: Contraction, site: Site) -> tup
         )
     if labels is not None and (own := number_of_heads(labels, summed)) not in (None, count):
         return None, f"a product at {site.line} of {own} heads, where the module states {count}"
-    return None, f"a product at {site.line} whose heads are not told apart from the batch ({REMEDY})"
+    return None, f"a product at {site.line} whose heads cannot be told from the batch ({REMEDY})"

@@ -136,7 +136,7 @@ class Product:
         if self.lost is not None and self.assured and not (self.reached or self.consumed):
             return f"its scores reach {self.lost}, which is not followed"
         if history.makes_scores not in (None, self.reached):
-            return f"the product at {self.site.line} reaches a softmax at times and at times it does not"
+            return f"the product at {self.site.line} reaches a softmax in some forwards and not in others"
         history.makes_scores = self.reached
         if self.reached:
             history.sites_to_softmax |= self.sites_to_softmax

@@ -28,7 +28,7 @@ from betahook.tap.gain import scale_query
 from betahook.tap.kernels import KERNELS, Arguments, Kernel, find_band
 
 REDUCED = "reduced along its last axis, which is not followed"
-HIDDEN = "by a function that torch shows to nobody, as those of torch.jit.script: leave that function in Python"
+HIDDEN = "through a function that torch hides, such as one compiled by torch.jit.script: keep that function in Python"
 
 
 def softmax(forward: FollowedForward, call: Call) -> Tensor:
@@ -46,14 +46,17 @@ def note_softmax(forward: FollowedForward, output: Tensor, logits: Tensor, dim: 
         forward.plan.takes_values |= trace.from_values
         forward.unread_product = forward.unread_product or trace.unread_product
     if _may_be_missed(trace):
-        forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
+        line = find_line()
+        forward.refuse(
+            f"its softmax at {line} takes a tensor computed from attention weights, and may be another attention"
+        )
     forward.has_softmax, forward.fused_only = True, False
     forward.attended |= isinstance(trace, Scores | Weights)
     if isinstance(trace, Scores):
         _note_scores(forward, trace, logits, dim)
     if (product := find_hidden_product(logits, forward.nodes)) is not None:
         by = REDUCED if isinstance(trace, Shift) else HIDDEN
-        forward.refuse(f"the product at {product.site.line} comes to its softmax at {find_line()} {by}")
+        forward.refuse(f"the product at {product.site.line} reaches its softmax at {find_line()} {by}")
 
 
 def _may_be_missed(trace: Trace | None) -> bool:
@@ -102,7 +105,7 @@ def _record(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int, 
     assert scores.operands is not None
     first = scores.products[0]
     if axis is None or first.gain is None:
-        forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}: {REMEDY}")
+        forward.refuse(f"its heads cannot be told from the batch in the softmax at {find_line()}: {REMEDY}")
         return
 
     def laid_out(tensor: Tensor) -> Tensor:
@@ -172,7 +175,7 @@ def _fused_axis(forward: FollowedForward, call: Call, kernel: Kernel, given: Arg
         summed = query.dim() - 1
         axis = forward.head_axis(query, forward.labels_of(query, summed), summed, range(len(sizes)), site)
         if axis is None:
-            forward.refuse(f"its heads are not told apart from the batch at {site.line}: {REMEDY}")
+            forward.refuse(f"its heads cannot be told from the batch at {site.line}: {REMEDY}")
         return axis
     elif sizes[-1] == heads:
         return len(sizes) - 1

@@ -73,7 +73,7 @@ HANDED_OVER = (
 PROXIES = {Proxy, Attribute}
 """Stand-ins for a tensor in `torch.fx.symbolic_trace`."""
 SYMBOLIC = (
-    "{}: what torch.fx.symbolic_trace makes would lack its beta, which acts outside of what is traced: fold() or "
+    "{}: the result of torch.fx.symbolic_trace would lack its beta, which acts outside of the traced code: fold() or "
     "detach() first"
 )
 

@@ -119,7 +119,7 @@ def test_a_finished_run_whose_data_cannot_be_read_again_stays_hooked(tmp_path, c
     trainer = make_trainer(tmp_path, callback, **options)
     trainer.train_dataset = Lost()
     trainer.train(resume_from_checkpoint=True)
-    assert "on the input of the model's last forward, and there was none, or it had a cache" in caplog.text
+    assert "on the input of the model's last forward, but there was none, or it used a cache" in caplog.text
     callback.hook.detach()
 
 

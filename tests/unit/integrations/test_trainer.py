@@ -45,7 +45,7 @@ def test_a_training_too_short_for_the_opening_is_named_in_its_first_step(tmp_pat
 
     class Begin(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
-            begun.append("training ends after 3 steps, and Search(" in caplog.text)
+            begun.append("training ends after 3 steps, but Search(" in caplog.text)
 
     trainer.add_callback(Begin())
     trainer.train()

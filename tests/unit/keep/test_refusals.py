@@ -82,9 +82,14 @@ def partition(model):
             "llama",
             parametrise,
             False,
-            r"is made of others in every forward \(remove the parametrization or pruning first\); fold the whole",
+            r"is computed from other parameters in every forward \(remove the parametrization or pruning first\); fold",
         ),
-        ("gpt2", prune_bias, False, r"or its bias, is made of others in every forward \(remove the .* pruning first"),
+        (
+            "gpt2",
+            prune_bias,
+            False,
+            r"its bias, is computed from other parameters in every forward \(remove the .* pruning",
+        ),
         ("llama", partition, False, "its weights are sharded over ranks. Save the whole model"),
         (
             "llama",

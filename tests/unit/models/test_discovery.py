@@ -273,8 +273,8 @@ def test_attention_that_is_not_reached_is_named_with_the_reason():
     assert list(seen.found) == ["inside", "around.attention"]
     assert seen.not_reached == {
         "inside.indexer": "SparseIndexer: it picks the keys of another attention, without a softmax",
-        "linear": "LinearAttention: no product with a softmax behind it was found in its code, nor in the functions "
-        "that this calls by name; attention by F.scaled_dot_product_attention would be",
+        "linear": "LinearAttention: neither its code nor the functions that it calls by name have a product followed "
+        "by a softmax; attention by F.scaled_dot_product_attention would be recognised",
         "unknown": "ByHandAttention: it says neither how many heads it has nor how wide they are: set its attributes "
         "num_heads and head_dim before attach",
         "landmarks": "NystromformerSelfAttention: it approximates the softmax by landmarks",
@@ -441,7 +441,7 @@ def test_attention_around_other_attention_is_named(outer, named):
     assert list(seen.found) == ["0.encoder"]
     assert ("0" in seen.not_reached) is named
     if named:
-        reason = "its own attention, if it has one, is not reached beside that of the modules in it"
+        reason = "it contains attention modules, which are hooked, so attention that it computes itself is not reached"
         assert reason in seen.not_reached["0"]
 
 
@@ -458,7 +458,7 @@ def test_attention_around_what_cannot_be_hooked_is_named():
     outer.encoder = OddAttention()
     seen = survey(nn.Sequential(outer, nn.MultiheadAttention(32, 4)))
     assert list(seen.found) == ["1"]
-    assert "beside a module in it that looks like another" in seen.not_reached["0"]
+    assert "it contains a module that looks like attention" in seen.not_reached["0"]
     assert "it says neither how many heads" in seen.not_reached["0.encoder"]
 
 
@@ -557,9 +557,7 @@ def test_attention_that_calls_a_scripted_function_is_named(kind, name, is_named)
     seen = survey(nn.Sequential(kind(), kind(), WithoutSoftmax()))
     assert list(seen.not_reached) == ["0", "1"]
     assert not seen.found
-    reason = (
-        f"it calls {name}, which torch.jit.script compiled, so that its scores are out of sight: leave it in Python"
-    )
+    reason = f"it calls {name}, whose scores are hidden, since torch.jit.script compiled it: keep it in Python"
     assert seen.not_reached["0"] == f"{kind.__name__}: {reason}"
 
 

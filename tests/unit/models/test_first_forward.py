@@ -137,8 +137,8 @@ def test_the_first_forward_shows_w_q_and_w_k_that_no_name_and_no_trial_showed(fu
         expected = [module.mixed.weight[rows].std(correction=0).item() for rows in module.rows()]
         assert [layer.weight_std_q, layer.weight_std_k] == pytest.approx(expected, rel=1e-5)
         assert layer.remarks == [
-            "the input of W_q and W_k is not measured, since no module gets it as an argument or the first forward had "
-            "to show them, and the score std that it predicts is not known"
+            "the input of W_q and W_k is not measured, since no module receives it as an argument, or only the first "
+            "forward showed W_q and W_k, and the score std that it predicts is not known"
         ]
         layer.beta = 2 * layer.beta_default
         output = module(x, {"scale": 1})

@@ -50,7 +50,7 @@ def test_scales_that_differ_are_refused_in_one_tensor_too(x):
 
     with betahook.attach(make(mix), controller="monitor") as hook:
         hook.model(x)
-        assert "get scores that are scaled differently" in hook.layers["1"].refusal
+        assert "receive scores that are scaled differently" in hook.layers["1"].refusal
 
 
 def halves_of_keys(q, k, v):

@@ -86,7 +86,7 @@ def test_as_many_sequences_as_heads_that_come_in_tell_no_heads_apart(key_heads):
     core = CoreAttention("bmm")
     with betahook.attach(core, controller="monitor") as hook:
         core(*operands(HEADS, key_heads))
-        assert "heads are not told apart" in hook.layers[""].refusal
+        assert "heads cannot be told" in hook.layers[""].refusal
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_the_axis_of_the_heads_is_not_guessed_by_size(layout):
         layer = hook.layers["1"]
         beta = torch.tensor([0.1, 0.3, 0.9, 2.7])
         if layer.refusal is not None:
-            assert "heads are not told apart" in layer.refusal
+            assert "heads cannot be told" in layer.refusal
             assert layout == "as many windows, all in one axis"
             return
         measured = layer.head_statistics.std.double()
@@ -118,7 +118,7 @@ def test_an_axis_that_is_no_more_of_the_heads_alone_is_refused():
         model(torch.randn(1, 3, WIDTH))
         assert hook.layers["1"].refusal is None
         model(torch.randn(1, 12, WIDTH))
-        assert "heads are not told apart" in hook.layers["1"].refusal
+        assert "heads cannot be told" in hook.layers["1"].refusal
 
 
 @pytest.mark.parametrize("batch", [1, 3, HEADS, WIDTH // HEADS])
@@ -370,7 +370,7 @@ def test_an_input_whose_tokens_are_as_many_as_its_features_tells_no_heads_apart(
     module = nn.Sequential(ProjectedOutside(True))
     with betahook.attach(module, controller="monitor", when="always") as hook:
         module[0](*torch.randn(3, WIDTH, 2, WIDTH))
-        assert "heads are not told apart" in hook.layers["0"].refusal
+        assert "heads cannot be told" in hook.layers["0"].refusal
 
 
 def test_a_bias_on_scores_of_what_was_projected_outside_is_none_of_a_projection():

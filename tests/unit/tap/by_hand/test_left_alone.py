@@ -154,8 +154,8 @@ def twice_in_disguise(module, q, k, v):
 
 
 REFUSED = {
-    "a second attention, to values by hand": (values_in_disguise, "may be that of an attention"),
-    "a second attention, of values by hand": (twice_in_disguise, "may be that of an attention"),
+    "a second attention, to values by hand": (values_in_disguise, "may be another attention"),
+    "a second attention, of values by hand": (twice_in_disguise, "may be another attention"),
     "weights that are scores": (lambda module, q, k, v: q @ k.mT * ROOT @ v, "reaches no softmax"),
     "negative": (lambda module, q, k, v: (-(q @ k.mT)).softmax(-1) @ v, "a negative factor before test_left_alone.py:"),
     "shifted along another axis": (
@@ -190,11 +190,11 @@ REFUSED = {
     "through numpy": (through_numpy, "numpy at test_left_alone.py:"),
     "scripted": (
         lambda module, q, k, v: scripted_cap(q @ k.mT * ROOT).softmax(-1) @ v,
-        "by a function that torch shows to nobody",
+        "through a function that torch hides",
     ),
     "scripted beside another product": (
         lambda module, q, k, v: (scripted_cap(q @ k.mT * ROOT) + q @ v.mT * ROOT).softmax(-1) @ v,
-        "by a function that torch shows to nobody",
+        "through a function that torch hides",
     ),
     "exponential": (by_exponential, "exp at test_left_alone.py:"),
     "over the edges of a graph": (over_edges, "reaches no softmax"),
@@ -355,7 +355,7 @@ def test_a_product_that_makes_scores_at_times_is_left_alone(x):
     with betahook.attach(model) as hook:
         model(x)
         model.eval()(x)
-        assert "reaches a softmax at times and at times it does not" in hook.layers["1"].refusal
+        assert "reaches a softmax in some forwards and not in others" in hook.layers["1"].refusal
 
 
 UNREAD = {
@@ -402,4 +402,4 @@ def test_scores_put_beside_a_product_that_is_not_understood_are_left_alone(x):
 def test_only_a_product_that_is_not_understood(x):
     with betahook.attach(make(lambda module, q, k, v: torch.inner(q, k[0, 0]).softmax(-1) @ v)) as hook:
         hook.model(x)
-        assert hook.layers["1"].refusal.startswith("its softmax takes what inner at ")
+        assert hook.layers["1"].refusal.startswith("its softmax takes the result of inner at ")

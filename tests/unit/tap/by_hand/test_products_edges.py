@@ -72,7 +72,7 @@ def test_a_forward_that_accelerate_wraps_is_followed_and_left_alone(x, order):
 def test_a_beta_before_the_first_forward_is_refused():
     with (
         betahook.attach(make(ByHandAttention)) as hook,
-        pytest.raises(RuntimeError, match=r"beta of '1' cannot be set before the first forward.*Run a forward first"),
+        pytest.raises(RuntimeError, match=r"beta of '1' cannot be set before the first forward.*Run one first"),
     ):
         hook.layers["1"].beta = 1.0
 

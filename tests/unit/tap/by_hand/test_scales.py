@@ -54,7 +54,7 @@ def test_several_products_before_a_softmax_get_beta(x, way):
         check_doubled(model, x)
     else:  # a product of one head has no axis of heads
         assert way == "heads one by one"
-        assert "heads are not told apart" in refusal
+        assert "heads cannot be told" in refusal
 
 
 OWN_SCALES = {
@@ -299,7 +299,7 @@ def test_two_scales_in_one_forward_are_refused(x, way):
     expected = model(x)
     with betahook.attach(model, controller="monitor") as hook:
         assert torch.equal(model(x), expected)
-        assert "get scores that are scaled differently" in hook.layers["1"].refusal
+        assert "receive scores that are scaled differently" in hook.layers["1"].refusal
         assert torch.equal(model(x), expected)
 
 
