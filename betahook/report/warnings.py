@@ -12,7 +12,7 @@ from betahook.layer import Layers
 from betahook.models.discovery import shown_name
 from betahook.report.names import listed
 from betahook.state.state import State
-from betahook.tap.recorder import ATTRIBUTE, PASSED
+from betahook.tap.recorder import ATTRIBUTE, NO_ATTENTION
 
 logger = logging.getLogger("betahook")
 
@@ -42,8 +42,8 @@ def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, 
         elif name in replaced:
             unreached[name] = REPLACED
         elif is_unused and layer.refusal is None:
-            has_passed = getattr(getattr(layer.module, ATTRIBUTE, None), "has_passed", False)
-            unreached[name] = PASSED if has_passed else "no forward that is measured has reached it yet"
+            has_run = getattr(getattr(layer.module, ATTRIBUTE, None), "showed_no_attention", False)
+            unreached[name] = NO_ATTENTION if has_run else "no forward that is measured has reached it yet"
     return unreached
 
 

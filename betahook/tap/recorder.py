@@ -32,7 +32,7 @@ LEFT_ALONE = (
     "%s is left alone: %s. Its beta%s, and its scores are not measured. %sTo silence this, "
     "leave the module out with attach(layers=...)"
 )
-PASSED = "its forward ran, but no attention was seen in it: it may run in a kernel that betahook cannot see"
+NO_ATTENTION = "its forward ran, but no attention was seen in it: it may run in a kernel that betahook cannot see"
 """Reason given for a module whose forward showed no attention, if it is not known to have computed queries."""
 
 
@@ -160,9 +160,9 @@ class Recorder:
         tensors: the state's tensors for this layer, see `state.LayerTensors`.
         runs: number of watched forwards of the module that are running now.
         is_watched: True if a hook on the query projection notices its calls.
-        projected: True if the last forward called the query projection; only known if `is_watched`.
-        has_passed: True once a measured forward ended without showing an attention.
-        ran_in: the modes in which forwards ran: holds True for training, False for evaluation.
+        computed_queries: True if the last forward called the query projection; only known if `is_watched`.
+        showed_no_attention: True once a measured forward ended without showing an attention.
+        modes_run: the modes in which forwards ran: holds True for training, False for evaluation.
         in_function: True while the attention function from transformers runs; read only while compiling.
     """
 
@@ -181,8 +181,8 @@ class Recorder:
         self._local_heads = attention.heads
         self._inputs = _Inputs()
         self.tensors = state.layer_tensors[head_range.layer]
-        self.runs, self.ran_in = 0, set[bool]()
-        self.is_watched = self.projected = self.has_passed = self.in_function = False
+        self.runs, self.modes_run = 0, set[bool]()
+        self.is_watched = self.computed_queries = self.showed_no_attention = self.in_function = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied: `tap.copies` leaves the recorder out, unless a module has its own method for copies."""

@@ -43,7 +43,7 @@ class Watch:
 @contextmanager
 def note_running(recorder: Recorder) -> Iterator[None]:
     """Note that a forward of the layer's module is running, until the context ends."""
-    recorder.ran_in.add(recorder.module.training)
+    recorder.modes_run.add(recorder.module.training)
     recorder.runs += 1
     try:
         yield
@@ -76,8 +76,8 @@ def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     recorder = watch.recorder
-    recorder.projected |= recorder.runs > 0
-    if recorder.refusal is not None or recorder.module.training in recorder.ran_in:
+    recorder.computed_queries |= recorder.runs > 0
+    if recorder.refusal is not None or recorder.module.training in recorder.modes_run:
         return
     if any(other.runs for other in watch.sharing) or compat.is_transformed():
         return

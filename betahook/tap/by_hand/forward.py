@@ -26,7 +26,7 @@ from betahook.tap.by_hand.shadows import Shadows
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.situation import Situation
 from betahook.tap.by_hand.traces import Operand, Scores, Traces, is_learned
-from betahook.tap.recorder import PASSED, Recorder, shows_shapes
+from betahook.tap.recorder import NO_ATTENTION, Recorder, shows_shapes
 
 UNSEEN = (
     "a forward computed queries, but no attention over them was seen: it may run in a kernel that betahook cannot see"
@@ -71,7 +71,7 @@ class FollowedForward:
 
     def __init__(self, recorder: Recorder, plan: Plan, inputs: Any, *, is_rehearsal: bool = False) -> None:
         self.recorder, self.plan, self.is_rehearsal = recorder, plan, is_rehearsal
-        recorder.projected = False
+        recorder.computed_queries = False
         given = next(iter(tensors_in(inputs)), None)
         is_dry = is_rehearsal or shows_shapes(given, recorder.state)
         self.is_recording = recorder.is_recording and not (is_dry or recorder.refusal)
@@ -228,7 +228,7 @@ class FollowedForward:
         if recorder.refusal is None and reason is not None:
             recorder.leave_alone(reason, "Attention by F.scaled_dot_product_attention is followed. ")
         elif reason is None and self.is_recording and not self.attended:
-            recorder.has_passed = True
+            recorder.showed_no_attention = True
             self._note_nothing()
         elif reason is None and self.labels is not None and self.features:
             recorder.attention.learn_places(self.features, self.labels.linears)
@@ -256,9 +256,9 @@ def _verdict(forward: FollowedForward) -> str | None:
     if line is not None:
         return f"the product at {line} reaches no softmax"
     concerns = forward.is_recording or recorder.state.beta_acts  # otherwise it may pass, e.g. in evaluation
-    if recorder.projected and concerns:
+    if recorder.computed_queries and concerns:
         return UNSEEN
-    return PASSED if plan.only_projects and concerns else None
+    return NO_ATTENTION if plan.only_projects and concerns else None
 
 
 def _label_inputs(forward: FollowedForward, inputs: Any) -> Labels:
