@@ -16,9 +16,9 @@ from torch import Tensor
 from betahook import compat
 
 
-def gain_of(beta: Tensor, own: Tensor | float) -> Tensor:
-    """Return `beta / own`, 1 where beta is NaN."""
-    return torch.where(beta.isnan(), 1.0, beta / own)
+def gain_of(beta: Tensor, default: Tensor | float) -> Tensor:
+    """Return `beta / default`, 1 where beta is NaN."""
+    return torch.where(beta.isnan(), 1.0, beta / default)
 
 
 def _copy_gradient(probe: Tensor) -> None:
@@ -32,8 +32,8 @@ class Gains:
 
     Attributes:
         beta: the `beta` of the `State`, `[heads]`, which is written in place.
-        own: float32 `[heads]`, the inverse temperature that the model itself applied in the last forward of each layer
-            on this rank; NaN where that was a tensor, not a number.
+        default: float32 `[heads]`, the inverse temperature that the model itself applied in the last forward of each
+            layer on this rank; NaN where that was a tensor, not a number.
         probes: float32 `[heads of the layer]` each, zeros that require grad; the gradient is a part of the sensitivity
             (see `tap.gain.ScaleQuery`). One for each layer, since the backward of a slice would add to the whole.
     """
@@ -41,56 +41,57 @@ class Gains:
     def __init__(self, lengths: Sequence[int], beta: Tensor) -> None:
         self._lengths = list(lengths)
         self.beta = beta
-        self.own = torch.full_like(beta, torch.nan)
+        self.default = torch.full_like(beta, torch.nan)
         self.probes = [beta.new_zeros(heads, requires_grad=True) for heads in lengths]
-        self._noted: list[float | None] = [math.nan] * len(lengths)
+        self._host_defaults: list[float | None] = [math.nan] * len(lengths)  # by layer; None for a tensor
         self._gains: Sequence[Tensor] = ()
-        self._known = self.own
+        self._known = self.default
         self._leaves: dict[int, Tensor] = {}
-        self._scales = self.own
-        self._made_of: tuple[int | None, int | None] | None = None
+        self._scales = self.default
+        self._source_versions: tuple[int | None, int | None] | None = None
         self._outlive_graphs = False
 
     def follow(self, beta: Tensor) -> None:
         """Move to the device of `beta`, the new tensor of the state."""
         sensitivity = self.sensitivity().to(beta.device)
-        self.beta, self.own, self._made_of, self._leaves = beta, self.own.to(beta.device), None, {}
+        self.beta, self.default, self._source_versions, self._leaves = beta, self.default.to(beta.device), None, {}
         self.probes = [probe.detach().to(beta.device).requires_grad_() for probe in self.probes]
-        self._gains, self._known, self._scales = (), self.own, self.own  # else they would hold memory of the old device
+        # Otherwise they would hold memory of the old device.
+        self._gains, self._known, self._scales = (), self.default, self.default
         self._outlive_graphs = False
         self.set_sensitivity(sensitivity)
 
-    def note(self, layer: int, heads: slice, beta: float | None) -> bool:
+    def note(self, layer: int, heads: slice, default: float | None) -> bool:
         """Remember the inverse temperature that a layer itself applies; return True unless it is that of the last call.
 
         None stands for a tensor. Numbers are compared on the host and nearly always equal, so that nothing is launched.
         """
-        if self._noted[layer] == beta:
+        if self._host_defaults[layer] == default:
             return False
-        is_new = beta is None or self._noted[layer] != ctypes.c_float(beta).value
-        self._noted[layer] = beta
+        is_new = default is None or self._host_defaults[layer] != ctypes.c_float(default).value
+        self._host_defaults[layer] = default
         if not is_new:  # after a resume, the number is only known in float32
             return False
-        self.own[heads] = math.nan if beta is None else beta
-        self._made_of = None  # writes by a compiled graph do not change the version
+        self.default[heads] = math.nan if default is None else default
+        self._source_versions = None  # writes by a compiled graph do not change the version
         return True
 
     def is_number(self, layer: int) -> bool:
         """Return False if the inverse temperature that a layer itself applied last was a tensor."""
-        return self._noted[layer] is not None
+        return self._host_defaults[layer] is not None
 
-    def recall(self, own: Tensor) -> None:
-        """Take `own [heads]` for the inverse temperatures of the last forward, in layers whose heads all have the same.
+    def recall(self, default: Tensor) -> None:
+        """Take `default [heads]` as that of the last forward, in layers whose heads all have the same.
 
         The first forward after a resume then computes exactly what it would have without. Reads the device back.
         """
-        layers = [values.tolist() for values in own.split(self._lengths)]
-        self._noted = [values[0] if len({*values}) == 1 else math.nan for values in layers]
-        known = [value for value, heads in zip(self._noted, self._lengths, strict=True) for _ in range(heads)]
-        self.own.copy_(torch.tensor(known, dtype=torch.float32, device="cpu"))
+        layers = [values.tolist() for values in default.split(self._lengths)]
+        self._host_defaults = [values[0] if len({*values}) == 1 else math.nan for values in layers]
+        known = [value for value, heads in zip(self._host_defaults, self._lengths, strict=True) for _ in range(heads)]
+        self.default.copy_(torch.tensor(known, dtype=torch.float32, device="cpu"))
 
     def gain(self, layer: int) -> Tensor:
-        """Return `beta / own` of a layer, `[heads of the layer, 1, 1]`: 1 where beta is NaN.
+        """Return `beta / default` of a layer, `[heads of the layer, 1, 1]`: 1 where beta is NaN.
 
         It is never modified in place, since a pending backward pass may need it.
         """
@@ -103,18 +104,18 @@ class Gains:
         return self._scales
 
     def _make(self) -> None:
-        """Compute what `gain` and `scales` return, for all layers, if `beta` or `own` has been written to."""
-        made_of = compat.version(self.beta), compat.version(self.own)
-        if made_of != self._made_of:
+        """Compute what `gain` and `scales` return, for all layers, if `beta` or `default` has been written to."""
+        versions = compat.version(self.beta), compat.version(self.default)
+        if versions != self._source_versions:
             with torch.inference_mode(False), torch.no_grad():  # called in a forward, but no part of its graph
                 for of_layer in self._leaves:
                     self._retire(of_layer)
-                acting = torch.where(self.beta.isnan(), self.own, self.beta)
-                gains = gain_of(self.beta, self.own)
+                acting = torch.where(self.beta.isnan(), self.default, self.beta)
+                gains = gain_of(self.beta, self.default)
                 self._scales = torch.stack([torch.ones_like(acting), acting])
                 self._gains = gains[:, None, None].split(self._lengths)
                 self._known, self._leaves = gains.nan_to_num(), {}
-            self._made_of = made_of  # last, so that an error or another thread finds nothing half done
+            self._source_versions = versions  # last, so that an error or another thread finds nothing half done
 
     def leaf(self, layer: int) -> Tensor:
         """Return `gain` as a leaf that requires grad; its gradient times the gain is a part of the sensitivity."""
@@ -153,7 +154,7 @@ class Gains:
         of_leaves = self._joined(self._of_leaves(range(len(self.probes))))
         of_probes = self._joined([probe.grad for probe in self.probes])
         if of_leaves is None:
-            return torch.zeros_like(self.own) if of_probes is None else of_probes
+            return torch.zeros_like(self.default) if of_probes is None else of_probes
         return of_leaves * self._known if of_probes is None else torch.addcmul(of_probes, of_leaves, self._known)
 
     def gradients(self, layers: range, heads: slice) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -188,7 +189,7 @@ class Gains:
 
     def set_sensitivity(self, values: Tensor | None) -> None:
         """Replace the sensitivity by `values [heads]`; None clears it."""
-        parts = [None] * len(self.probes) if values is None else values.to(self.own).split(self._lengths)
+        parts = [None] * len(self.probes) if values is None else values.to(self.default).split(self._lengths)
         for probe, part in zip(self.probes, parts, strict=True):
             probe.grad = part
         for leaf in self._leaves.values():

@@ -208,8 +208,8 @@ class State:
         is_new = compat.is_captured(self.device) or self.gains.note(head_range.layer, heads, number)
         if is_new or number is None:
             with torch.no_grad():
-                own = self.beta_default[heads]
-                own.copy_(default.flatten()) if isinstance(default, Tensor) else own.fill_(default)
+                noted = self.beta_default[heads]
+                noted.copy_(default.flatten()) if isinstance(default, Tensor) else noted.fill_(default)
 
     @torch.no_grad()
     def settle(self) -> None:

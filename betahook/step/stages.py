@@ -98,12 +98,12 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
 
 def _over_ranks(state: State) -> tuple[Tensor, Tensor, Tensor]:
     """Add table, window and moments over all ranks, and update what else must be the same in the state of each."""
-    own = torch.where(state.gains.own.isnan(), state.beta_default, state.gains.own)
+    of_this_rank = torch.where(state.gains.default.isnan(), state.beta_default, state.gains.default)
     since, next_step = state.nonfinite_since, state.steps + 2
     # All ranks receive the largest age, from the rank that saw it first: 1 for this step, 0 for never.
     age = torch.where(since > 0, next_step - since, 0)
     table, summed, moments, default, age, left_alone = statistics.all_reduce(
-        state.table, state.window, state.moments, own, age, state.left_alone
+        state.table, state.window, state.moments, of_this_rank, age, state.left_alone
     )
     state.beta_default.copy_(default)
     since.copy_(torch.where(age > 0, next_step - age, 0))

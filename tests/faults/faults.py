@@ -412,7 +412,9 @@ FAULTS = [
         REPORTS,
     ),
     Fault("betahook/cli/runs.py", "except (OSError, ValueError, RuntimeError)", "except OSError", REPORTS),
-    Fault("betahook/state/gains.py", "(), self.own, self.own  #", "self._gains, self._known, self._scales  #", STATE),
+    Fault(
+        "betahook/state/gains.py", "(), self.default, self.default\n", "self._gains, self._known, self._scales\n", STATE
+    ),
     Fault("betahook/state/state.py", "vars(part).update(vars(there))", "part.beta = there.beta", STATE),
     Fault("betahook/layer.py", ".dtype is torch.bool", ".dtype is None", "tests/unit/test_layer.py"),
     Fault("betahook/step/loss_scale.py", "expected = max(", "expected = min(", "tests/models/test_loops.py"),
@@ -1541,11 +1543,15 @@ FAULTS = [
         "SMALLEST_BETA, LARGEST_BETA = 0.0, 1e30",
         SCHEMA,
     ),
-    Fault("betahook/state/gains.py", "if self._noted[layer] == beta", "if not math.isnan(self._noted[layer])"),
     Fault(
         "betahook/state/gains.py",
-        "self.own[heads] = math.nan if beta is None else beta",
-        "self.own[heads] = beta or 0.5",
+        "if self._host_defaults[layer] == default",
+        "if not math.isnan(self._host_defaults[layer])",
+    ),
+    Fault(
+        "betahook/state/gains.py",
+        "self.default[heads] = math.nan if default is None else default",
+        "self.default[heads] = default or 0.5",
         STATE,
     ),
     Fault("betahook/state/state.py", "sum_dtype(device) if value.dtype == torch.float64 else None", "None", STATE),
@@ -1555,7 +1561,7 @@ FAULTS = [
         "rule_out_listed, rule_out_own",
         DISCOVERED,
     ),
-    Fault("betahook/state/gains.py", "if made_of != self._made_of", "if self._made_of is None"),
+    Fault("betahook/state/gains.py", "if versions != self._source_versions", "if self._source_versions is None"),
     Fault("betahook/state/gains.py", "leaf.register_post_accumulate_grad_hook(move)", "pass"),
     Fault("betahook/state/gains.py", "gains.nan_to_num(), {}", "gains, {}"),
     Fault("betahook/state/gains.py", "        self._leaves.pop(layer, None)\n", "", SETTLED),
@@ -1948,7 +1954,7 @@ FAULTS = [
         "tests/unit/tap/test_gain.py",
     ),
     Fault("betahook/state/gains.py", "torch.inference_mode(False), torch.no_grad()", "torch.no_grad()"),
-    Fault("betahook/state/gains.py", "torch.where(beta.isnan(), 1.0, beta / own)", "beta / own", CHECKPOINT),
+    Fault("betahook/state/gains.py", "torch.where(beta.isnan(), 1.0, beta / default)", "beta / default", CHECKPOINT),
     Fault(
         "betahook/checkpoint/schema.py",
         "torch.stack([values[rows.index(row)] if row in rows else zero for row in expected])",

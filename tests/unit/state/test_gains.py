@@ -19,13 +19,13 @@ def gains():
     return made
 
 
-def test_a_gain_is_beta_over_the_own_one_and_1_where_beta_is_not_set(gains):
+def test_a_gain_is_beta_over_the_default_and_1_where_beta_is_not_set(gains):
     gains.beta.copy_(torch.tensor([1.0, torch.nan, 0.5, 0.25, 0.125]))
     assert gains.gain(0).tolist() == [[[2.0]], [[1.0]]]
     assert gains.gain(1).flatten().tolist() == [2.0, 1.0, 0.5]
 
 
-def test_the_beta_that_acts_is_the_own_one_where_none_is_set(gains):
+def test_the_beta_that_acts_is_the_default_where_none_is_set(gains):
     gains.beta.copy_(torch.tensor([1.0, torch.nan, 0.5, torch.nan, 0.125]))
     assert gains.scales().tolist() == [[1.0] * 5, [1.0, 0.5, 0.5, 0.25, 0.125]]
     gains.beta[1] = 2.0
@@ -40,10 +40,10 @@ def test_gains_are_made_for_all_layers_at_once_and_kept(gains):
     assert not operations.calls
 
 
-@pytest.mark.parametrize("change", ["beta", "a head", "own"])
+@pytest.mark.parametrize("change", ["beta", "a head", "default"])
 def test_gains_are_made_anew_after_a_change_and_the_old_ones_stay(gains, change):
     old = gains.gain(0)
-    if change == "own":
+    if change == "default":
         gains.note(0, FIRST, 0.25)
     else:
         (gains.beta[:1] if change == "a head" else gains.beta).fill_(2.0)
@@ -74,13 +74,13 @@ def test_a_number_is_written_when_it_is_another_one(gains):
         assert not gains.note(0, FIRST, 0.5)
     assert not operations.calls
     assert gains.note(0, FIRST, 2.0)
-    assert gains.own.tolist() == [2.0, 2.0, 0.25, 0.25, 0.25]
+    assert gains.default.tolist() == [2.0, 2.0, 0.25, 0.25, 0.25]
 
 
 def test_a_resume_knows_the_numbers_in_single_precision(gains):
     gains.recall(torch.tensor([0.1, 0.1, 0.3, 0.4, 0.4]))
-    assert gains.own[:2].tolist() == [torch.tensor(0.1).item()] * 2
-    assert gains.own[2:].isnan().all()  # no single number
+    assert gains.default[:2].tolist() == [torch.tensor(0.1).item()] * 2
+    assert gains.default[2:].isnan().all()  # no single number
     with Operations() as operations:
         assert not gains.note(0, FIRST, 0.1)
         assert not gains.note(0, FIRST, 0.1)
@@ -124,7 +124,7 @@ def test_a_layer_that_is_dropped_leaves_the_others_theirs(gains):
     assert gains.sensitivity().tolist() == [0] * 5
 
 
-def test_a_layer_whose_own_beta_is_unknown_has_no_sensitivity():
+def test_a_layer_whose_default_is_unknown_has_no_sensitivity():
     gains = Gains([1, 1], torch.ones(2))
     gains.note(0, slice(0, 1), 0.5)
     gains.leaf(0).sum().backward()
@@ -152,4 +152,4 @@ def test_a_model_on_another_device_has_other_gains(gains):
     gains.follow(gains.beta.to("meta"))
     assert gains.gain(0).is_meta
     assert gains.leaf(0).is_meta
-    assert {x.device.type for x in (gains.own, *gains.probes, gains.probes[0].grad)} == {"meta"}
+    assert {x.device.type for x in (gains.default, *gains.probes, gains.probes[0].grad)} == {"meta"}

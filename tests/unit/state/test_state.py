@@ -32,7 +32,7 @@ def test_everything_follows_the_model():
     for value in vars(state).values():
         parts = vars(value).values() if isinstance(value, HeadGroups) else [value]
         found += [part for part in parts if isinstance(part, torch.Tensor)]
-    found += [state.gains.own, *state.gains.probes, state.gains.probes[0].grad, state.memories[0]["total"]]
+    found += [state.gains.default, *state.gains.probes, state.gains.probes[0].grad, state.memories[0]["total"]]
     assert {x.device.type for x in found} == {"meta"}
     assert len(found) == 14 + 7 + 7 + 1 + 2 + 2
     assert all(probe.is_leaf and probe.requires_grad for probe in state.gains.probes)
@@ -125,7 +125,8 @@ def test_the_own_beta_is_that_of_the_last_call_where_numbers_and_tensors_take_tu
     for default, expected in ((0.5, [0.5, 0.5]), (by_head, [0.25, 2.0]), (0.5, [0.5, 0.5]), (by_head, [0.25, 2.0])):
         recorder.note_default(default)
         assert layer.head_beta_default.tolist() == expected
-        assert state.gains.own.isnan().all() == isinstance(default, torch.Tensor)  # else another rank got the number
+        is_tensor = isinstance(default, torch.Tensor)
+        assert state.gains.default.isnan().all() == is_tensor  # else another rank got the number
 
 
 @pytest.mark.parametrize(
