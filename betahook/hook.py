@@ -328,7 +328,7 @@ class Hook(Uncopied):
         with pretrained.unmarked(self.model):  # scripts of diffusers also load the saved config when they resume
             schema.restore(own, schema.match(parsed, self.state_dict(), own.ranges, self.controllers))
         self.trained_by = list(parsed["trained_by"])
-        own.turn = stages.turn(own, self.controllers, self.settings.interval)
+        own.layers_due = stages.layers_due(own, self.controllers, self.settings.interval)
 
 
 def _new_state(survey: Survey, settings: Settings, controllers: Sequence[Controller]) -> State:

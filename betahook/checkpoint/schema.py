@@ -110,7 +110,8 @@ def dump(
         **{name: getattr(state, name) for name in COUNTERS},
         **{name: getattr(state.reported, name) for name in REPORTED},
         **{name: getattr(state, name).clone() for name in TENSORS},
-        "beta": torch.where(state.lost.isnan(), state.beta, state.lost),  # a lost beta trained the weights too
+        # A lost beta trained the weights too.
+        "beta": torch.where(state.lost_beta.isnan(), state.beta, state.lost_beta),
         "table": table,
         "rows": {name: list(rows) for name, rows in ROWS.items()},
         "controllers": [
@@ -268,7 +269,7 @@ def restore(state: State, given: dict[str, Any]) -> None:
         {name: value.to(state.device, copy=True) for name, value in entry["state"].items()}
         for entry in given["controllers"]
     ]
-    state.lost.fill_(torch.nan)
+    state.lost_beta.fill_(torch.nan)
     forget_refused(state)
 
 

@@ -196,8 +196,8 @@ def _correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str,
         return found
     with ExitStack() as stack:
         stack.enter_context(rerun.without_side_effects(hook))
-        stack.callback(vars(state).update, turn=state.turn, paused=state.paused)
-        state.turn, state.paused = range(len(state.ranges)), 0
+        stack.callback(vars(state).update, layers_due=state.layers_due, paused=state.paused)
+        state.layers_due, state.paused = range(len(state.ranges)), 0
         for name, layer in layers.items():
             stack.enter_context(listening(getattr(layer.module, ATTRIBUTE), partial(listen, name)))
         rerun.run_model(hook)

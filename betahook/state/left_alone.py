@@ -45,8 +45,8 @@ def refusal_anywhere(state: State, head_range: HeadRange) -> str | None:
 def take_up(state: State, head_range: HeadRange) -> None:
     """Follow a layer again if it was left alone, with the beta that it lost then."""
     heads = head_range.heads
-    state.beta[heads] = torch.where(state.left_alone[heads], state.lost[heads], state.beta[heads])
-    state.left_alone[heads], state.lost[heads] = False, torch.nan
+    state.beta[heads] = torch.where(state.left_alone[heads], state.lost_beta[heads], state.beta[heads])
+    state.left_alone[heads], state.lost_beta[heads] = False, torch.nan
     state.refused.pop(head_range.layer, None)
 
 
@@ -55,7 +55,7 @@ def lost_gain(state: State, head_range: HeadRange) -> float:
 
     NaN if the model's own is not known. Reads the device back.
     """
-    return float(state.layers.geometric_mean(gain_of(state.lost, state.beta_default))[head_range.layer])
+    return float(state.layers.geometric_mean(gain_of(state.lost_beta, state.beta_default))[head_range.layer])
 
 
 def has_refused(state: State) -> bool:
@@ -67,7 +67,7 @@ def release_refused(state: State) -> None:
     """Reset layers that are left alone to the model's own beta, and remember the one that acted until now."""
     if has_refused(state):
         acted = state.left_alone & ~state.beta.isnan()
-        state.lost.copy_(torch.where(acted, state.beta, state.lost))
+        state.lost_beta.copy_(torch.where(acted, state.beta, state.lost_beta))
         state.beta.masked_fill_(state.left_alone, torch.nan)
 
 

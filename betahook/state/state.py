@@ -61,7 +61,7 @@ class State:
         layers: the heads grouped by layer.
         units: the heads grouped by what has its own beta, a layer or a head.
         ranges: the range of the heads of each layer.
-        turn: indices of the layers that are measured in this step.
+        layers_due: indices of the layers that are measured in this step.
         overflow: the largest logit whose exponential is finite, see `measure.dtypes.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
@@ -97,8 +97,8 @@ class State:
         resets: number of times that such code was discarded.
         refused: the layers that this rank leaves alone, by index, with the reason.
         left_alone: boolean `[heads]`, the heads left alone by this rank or, at the last pooling, by any rank.
-        lost: float32 `[heads]`, the beta that acted in these heads until then, with which the weights were trained; NaN
-            where that was the model's own, and once a pooled step has gone on without it.
+        lost_beta: float32 `[heads]`, the beta that acted in these heads until then, with which the weights were
+            trained; NaN where that was the model's own, and once a pooled step has gone on without it.
         is_local: True if the sums of ranks are not pooled.
         ranks_agree: True once all ranks were found to have the same layers and the same start.
         is_detached: True once the hook is off.
@@ -130,7 +130,7 @@ class State:
         self.layers = HeadGroups.of(layers, device)
         self.units = self.layers.by_head() if per_head else self.layers
         self.ranges = head_ranges(layers)
-        self.turn = range(len(layers))
+        self.layers_due = range(len(layers))
         self.overflow = overflow_logit(dtype)
         self.beta = torch.full((heads,), torch.nan, dtype=torch.float32, device=device)
         self.beta_default = self.beta.clone()
@@ -150,7 +150,7 @@ class State:
         self.exact_max_logit = self.is_detached = self.ranks_agree = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.left_alone, self.refusals_are_known = self.beta > 0, True  # all False, since beta is NaN
-        self.lost = self.beta.clone()
+        self.lost_beta = self.beta.clone()
         self.beta_acts, self.all_watched = True, False
         self.first_spectral_ratio: Tensor | None = None
         self.waiting, self.pending = WaitingCalls(), list[Step]()
@@ -287,7 +287,7 @@ def is_pooled(state: State) -> bool:
 def set_beta(state: State, head_range: HeadRange, values: Tensor) -> None:
     """Set the beta of a layer, which also replaces one that it may have lost."""
     state.beta[head_range.heads] = values.detach().to(state.device)
-    state.lost[head_range.heads] = torch.nan
+    state.lost_beta[head_range.heads] = torch.nan
     state.beta_acts = True
 
 

@@ -30,8 +30,8 @@ from betahook.step.loss_scale import LossScale
 def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
     """Record the sensitivities of this step, to be added later to those since the last pooling."""
     distributed = torch.distributed
-    if state.turn and distributed.is_available() and distributed.is_initialized():  # else nothing is sharded
-        layers.read_weights(state.turn, sharded=True)
+    if state.layers_due and distributed.is_available() and distributed.is_initialized():  # else nothing is sharded
+        layers.read_weights(state.layers_due, sharded=True)
     state.waiting.add(state.table, state.moments)
     state.all_watched = state.beta_acts
     if loss_scale.skipped:  # nothing to learn from, and nothing to warn about
@@ -39,7 +39,7 @@ def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
         _forget_nonfinite(state)
         return
     state.batches += 1
-    watched = range(len(state.ranges)) if state.all_watched else state.turn
+    watched = range(len(state.ranges)) if state.all_watched else state.layers_due
     if not watched:
         return
     heads, last = heads_of(state.ranges, watched), state.pending[-1:]
@@ -87,7 +87,7 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
     sensitivity = state.recent[statistics.ROW["sensitivity"]]
     if state.all_watched:
         torch.div(*summed, out=sensitivity)  # NaN where none was finite
-    else:  # a layer that had no turn keeps its last sensitivity
+    else:  # a layer that was not due keeps its last sensitivity
         has_ended = measured
         if begun:
             heads, has_ended = heads_of(state.ranges, begun), measured.clone()
@@ -130,7 +130,7 @@ def refreshed(state: State, layers: Layers) -> State:
     layers.read_weights()
     state.settle()
     if state.batches > 0 and not is_pooled(state):
-        pool(state, begun=state.turn)
+        pool(state, begun=state.layers_due)
     return state
 
 
@@ -192,7 +192,7 @@ def pooling(state: State, loss_scale: LossScale) -> Iterator[Tensor]:
         for sums in (state.table, state.moments, state.window):
             sums.zero_()
         if has_refused(state):
-            state.lost.fill_(torch.nan)  # from here on, the weights are trained with the model's own beta
+            state.lost_beta.fill_(torch.nan)  # from here on, the weights are trained with the model's own beta
         state.batches = 0
 
 
@@ -204,14 +204,14 @@ def finish(state: State, controllers: Sequence[Controller], loss_scale: LossScal
     state.loss_scale = loss_scale.of_next
     training_loss.forget(state, controllers)
     state.gains.set_sensitivity(None)
-    state.turn = turn(state, controllers, interval)
+    state.layers_due = layers_due(state, controllers, interval)
     if state.has_broken_graphs:
         torch.compiler.reset()
         state.has_broken_graphs = False
         state.resets += 1
 
 
-def turn(state: State, controllers: Sequence[Controller], interval: int) -> range:
+def layers_due(state: State, controllers: Sequence[Controller], interval: int) -> range:
     """Return the layers to measure in the next step: each one once in `interval` steps, in pairs or equal groups.
 
     All layers are measured in the first step and during a controller's opening. Two small layers measured together cost

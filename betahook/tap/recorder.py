@@ -65,7 +65,7 @@ def _may_wait(
         return False
     kept = query.requires_grad and key.requires_grad and type(query) is type(key) is Tensor
     # On another device another thread may be running; and a captured graph must contain its own measurement.
-    if not kept or len(state.turn) < 2 or query.device != state.device or compat.is_captured(query.device):
+    if not kept or len(state.layers_due) < 2 or query.device != state.device or compat.is_captured(query.device):
         return False
     mask = given.tensor
     same = mask is None or (not mask.is_inference() and (mask.dim() == 2 or mask.shape[1] == 1))
@@ -204,7 +204,7 @@ class Recorder:
 
         A compiled graph asks again when it runs; a CUDA graph cannot ask, and measures in every replay.
         """
-        return compat.is_captured(self.state.device) or self._head_range.layer in self.state.turn
+        return compat.is_captured(self.state.device) or self._head_range.layer in self.state.layers_due
 
     @property
     def is_idle(self) -> bool:
@@ -310,7 +310,7 @@ class Recorder:
             scales, columns = state.gains.scales(), (local.heads, local.components)
             call = AttentionCall(*columns, *operands, mask, scales, score_mod, exact, entries)
             state.waiting.note(state.table, state.moments, call)
-            if local.layer == state.turn[-1]:
+            if local.layer == state.layers_due[-1]:
                 state.waiting.add_calls(state.table, state.moments)
             return
         if isinstance(mask, GivenMask):

@@ -10,7 +10,7 @@ import torch
 
 import betahook
 from betahook import Controller, Monitor, Search
-from betahook.step.stages import turn
+from betahook.step.stages import layers_due
 from support.attention import LENGTH, WIDTH, FusedAttention, ToOneKey
 from support.models import build, inputs
 from support.training import LAYER
@@ -20,7 +20,7 @@ MONITOR = Monitor()
 
 def turns(layers, interval, steps, controllers=(MONITOR,), skipped=0):
     states = (SimpleNamespace(ranges=[None] * layers, batch=step - skipped) for step in steps)
-    return [turn(state, controllers, interval) for state in states]
+    return [layers_due(state, controllers, interval) for state in states]
 
 
 @pytest.mark.parametrize("layers", [1, 3, 10, 12, 32, 61])

@@ -190,5 +190,5 @@ def test_autograd_keeps_the_query_itself_where_it_is_small(recorder, monkeypatch
 def test_what_is_recomputed_is_not_recorded_again(recorder, monkeypatch, recomputed):
     monkeypatch.setattr(gain.compat, "is_recomputation", lambda: recomputed)
     assert recorder.is_recording is not recomputed
-    recorder.state.turn = range(0)
+    recorder.state.layers_due = range(0)
     assert not recorder.is_recording

@@ -21,7 +21,7 @@ from support.matrices import overall_std
 )
 def test_when_a_forward_is_measured(measuring, in_evaluation, training, expected):
     state, _, (recorder,) = make(attention(nn.Module(), 4, 8), when="always" if in_evaluation else "training")
-    state.turn = range(1 if measuring else 0)
+    state.layers_due = range(1 if measuring else 0)
     recorder.module.train(training)
     assert recorder.is_recording is expected
 
@@ -121,7 +121,7 @@ def test_the_sensitivity_is_the_gradient_of_the_probe():
 def test_what_is_pooled_is_cleared_and_layers_have_turns(measured):
     with pooling(measured.state, LossScale.read(None, 0.0)):
         pass
-    measured.state.turn = range(1, 2)
+    measured.state.layers_due = range(1, 2)
     assert measured.layers[0].statistics.count > 0  # as last pooled, until more is measured
     assert not measured.state.table.any()
     assert not measured.state.moments.any()
