@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from betahook.measure.dtypes import for_sums, sum_dtype
+from betahook.measure.dtypes import sum_dtype, to_sum_dtype
 from betahook.models import materialise
 from betahook.models.modes import RandomState, eagerly, evaluating, full_precision
 from betahook.models.torch_calls import copied
@@ -133,7 +133,7 @@ def _distance(one: Any, other: Any) -> float:
             return math.nan
         for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
             alike = (x == y) | (x.isnan() & y.isnan())
-            total += float((for_sums(x) - for_sums(y)).masked_fill(alike, 0).square().sum())
+            total += float((to_sum_dtype(x) - to_sum_dtype(y)).masked_fill(alike, 0).square().sum())
     return math.sqrt(total)
 
 

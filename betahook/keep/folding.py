@@ -21,7 +21,7 @@ from betahook.keep.refusals import FoldError, FoldPlan, foresee, refuse
 from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
 from betahook.layer import AttentionLayer, gain_lost_by
-from betahook.measure.dtypes import for_sums
+from betahook.measure.dtypes import to_sum_dtype
 from betahook.measure.ranks import range_over_ranks
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
@@ -83,7 +83,7 @@ def _fold(
     """
     with ExitStack() as undo:
         choice = transition.choose(hook, unfinished, undo, is_best=is_best)
-        gains = {layer: for_sums(layer.current_gain) for layer in hook.layers.values()}
+        gains = {layer: to_sum_dtype(layer.current_gain) for layer in hook.layers.values()}
         # An unknown gain, NaN, counts as changed: NaN != 1. `beta_is_unknown` refuses it.
         changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any()) or gain_lost_by(layer) != 1}
         materialise.reshard(hook.model)

@@ -17,7 +17,7 @@ from betahook.measure.dtypes import at_least_float32, no_autocast
 from betahook.measure.inputs import Entries, input_rows
 from betahook.measure.largest import extreme_scores, norm_bound
 from betahook.measure.masks import Mask, once_per_mask
-from betahook.measure.pairs import call_counts, count_tokens, is_short, rows_each
+from betahook.measure.pairs import call_counts, count_tokens, is_short, sampling_weight
 from betahook.measure.rows import ScoreMod, pair_sums, row_sums
 from betahook.measure.scores import Components
 
@@ -72,8 +72,8 @@ def _score_sums(
     sampled, largest = row_sums(query, key, mask, beta, score_mod, moments=with_moments)
     if short:
         return sampled, largest, scores.components(key, mask.keys)
-    each = rows_each(query.shape[2], key.shape[2])
-    sampled = [each * sums for sums in sampled]
+    weight = sampling_weight(query.shape[2], key.shape[2])
+    sampled = [weight * sums for sums in sampled]
     if devices.is_cpu(query.device):
         exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
     else:

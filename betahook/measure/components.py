@@ -1,8 +1,8 @@
 """Moments of every component of q and of k: a second flat table of sums, over all components of all heads.
 
-The score variance that independent components would give does not add up over batches, so `described` computes it from
-the moments of everything that was measured, and from the sums of `betahook.measure.statistics`.
-`betahook.measure.calls` calls `add`; `Statistics` call `described` when a value that needs these moments is read.
+The score variance that independent components would give does not add up over batches, so `with_averages` computes it
+from the moments of everything that was measured, and from the sums of `betahook.measure.statistics`.
+`betahook.measure.calls` calls `add`; `Statistics` call `with_averages` when a value that needs these moments is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add(moments: Tensor, query: Components, key: Components, tokens: Tensor) -> 
     moments.view(2, 2, *shape).addcmul_(means, tokens.to(moments).view(2, 1, *shape[:2], 1))
 
 
-def described(table: Tensor, moments: Tensor, widths: Tensor) -> Tensor:
+def with_averages(table: Tensor, moments: Tensor, widths: Tensor) -> Tensor:
     """Return `table [quantities, heads]` with the averages over components filled in.
 
     Args:
@@ -51,10 +51,10 @@ def described(table: Tensor, moments: Tensor, widths: Tensor) -> Tensor:
     product = theory.product_variance(query_mean, query_variance, key_mean, key_variance)
     columns = torch.stack([query_mean.square(), query_variance, key_mean.square(), key_variance, product], 1)
     sums = by_segment(columns.clamp(min=0), "sum", widths).T
-    with_averages = table.clone()
-    with_averages[ROW["query_mean_square"]] = queries * sums[0] / widths
-    with_averages[ROW["query_variance"]] = queries * sums[1] / widths
-    with_averages[ROW["key_mean_square"]] = keys * sums[2] / widths
-    with_averages[ROW["key_variance"]] = keys * sums[3] / widths
-    with_averages[ROW["independent_variance"]] = queries * sums[4]
-    return torch.where(known, with_averages, table)
+    filled = table.clone()
+    filled[ROW["query_mean_square"]] = queries * sums[0] / widths
+    filled[ROW["query_variance"]] = queries * sums[1] / widths
+    filled[ROW["key_mean_square"]] = keys * sums[2] / widths
+    filled[ROW["key_variance"]] = keys * sums[3] / widths
+    filled[ROW["independent_variance"]] = queries * sums[4]
+    return torch.where(known, filled, table)

@@ -28,7 +28,7 @@ def _has_float64(device: torch.device) -> bool:
 setattr(_has_float64, compat.CALLED_BY_GRAPHS, True)  # torch.compile cannot trace the query
 
 
-def for_sums(tensor: Tensor) -> Tensor:
+def to_sum_dtype(tensor: Tensor) -> Tensor:
     """Convert a tensor to the dtype of sums on its device."""
     return tensor.to(sum_dtype(tensor.device))
 

@@ -132,10 +132,10 @@ class HeadGroups:
         def relative(sums: Tensor) -> Tensor:
             return sums if ratios is None else (ratios[:, None] ** self.powers * sums.T).T
 
-        def described() -> Tensor:
-            return relative(components.described(table, moments, self.widths))
+        def with_averages() -> Tensor:
+            return relative(components.with_averages(table, moments, self.widths))
 
-        return Statistics.from_table(relative(table), None if self.are_heads else self.lengths, described)
+        return Statistics.from_table(relative(table), None if self.are_heads else self.lengths, with_averages)
 
     def weight_std(self, sums: Tensor, ratios: Tensor | None = None) -> WeightStd:
         """The std of the entries of W_q and W_k of each group, from `[6, heads]`, see `measure.weights`.

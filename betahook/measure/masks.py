@@ -173,13 +173,13 @@ def from_tensor(mask: Tensor, band: Band, *, cached: bool = True) -> Mask:
     see `masked_by` for the pairs that it masks. `band` is the expected structure; `Mask.structured` says if the mask
     has it. Pass `cached=False` to examine the tensor again even if that was done for another layer.
     """
-    mask = _once(mask)
+    mask = _unexpanded(mask)
     structure = _shared_structure(mask, band) if cached else _structure(mask, band)
     mask = mask.detach()
     return replace(structure, pairs=mask) if mask.dtype == torch.bool else replace(structure, bias=mask)
 
 
-def _once(mask: Tensor) -> Tensor:
+def _unexpanded(mask: Tensor) -> Tensor:
     """Remove the repetitions of a mask that was expanded over batch or heads."""
     for dim in (0, 1):
         mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 and len(mask) else mask

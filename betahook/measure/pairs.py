@@ -39,7 +39,7 @@ def row_at(index: int, queries: int, keys: int) -> int:
     return index if is_short(queries, keys) else (2 * index + 1) * queries // (2 * ROWS)
 
 
-def rows_each(queries: int, keys: int) -> float:
+def sampling_weight(queries: int, keys: int) -> float:
     """Number of rows that each examined row stands for."""
     return 1.0 if is_short(queries, keys) else queries / ROWS
 
@@ -153,7 +153,7 @@ def call_counts(mask: Mask, like: Tensor, batch: int, heads: int, queries: int, 
     """The `COUNTS` of one attention call, `[6, heads]`, float64; estimates if some rows stand for the others."""
     sampled = once_per_mask(row_pairs, mask, like, queries, keys)
     of_rows = torch.stack([sampled.count, sampled.filled.to(sampled.count), sampled.count.clamp(min=1).log()])
-    pairs, rows, flat = rows_each(queries, keys) * of_rows.expand(3, batch, heads, -1).sum((1, 3))
+    pairs, rows, flat = sampling_weight(queries, keys) * of_rows.expand(3, batch, heads, -1).sum((1, 3))
     exact = pairs
     if not is_short(queries, keys):
         exact = once_per_mask(keys_per_query, mask, like, queries, keys).expand(batch, -1).sum(dtype=pairs.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from betahook.measure.dtypes import sum_dtype
 from betahook.measure.pairs import COUNTS
 
-DESCRIBED = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
+FROM_MOMENTS = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
 """Rows that `betahook.measure.components` computes from the moments on demand, since they are not sums over calls.
 Weighted by numbers of tokens: averages over the components of q and k, and the variance that independence predicts."""
 SUMS = (
@@ -37,7 +37,7 @@ SUMS = (
     "key_inputs",
     "key_input",
     "key_input_square",
-    *DESCRIBED,
+    *FROM_MOMENTS,
     "sensitivity",
     # Number and sum of the training losses of the step, the same for all heads, for controllers that use the loss.
     "losses",
@@ -199,18 +199,18 @@ class Statistics:
 
     @classmethod
     def from_table(
-        cls, table: Tensor, lengths: Tensor | None = None, describe: Callable[[], Tensor] | None = None
+        cls, table: Tensor, lengths: Tensor | None = None, with_averages: Callable[[], Tensor] | None = None
     ) -> Statistics:
         """Statistics of a table of sums, each computed when it is first read, since a step reads few of them.
 
         Args:
             table: `[quantities, heads]`, not modified from now on.
             lengths: numbers of consecutive heads to pool, `[groups]`; None for each head as its own group.
-            describe: returns the table with the averages over components filled in, see
-                `measure.components`; None if it already has them.
+            with_averages: returns the table with the averages over components filled in, see `measure.components`;
+                None if it already has them.
         """
         made = object.__new__(cls)
-        vars(made)["_pooled"] = Pooled(table, lengths, describe)
+        vars(made)["_pooled"] = Pooled(table, lengths, with_averages)
         return made
 
     def __getattr__(self, name: str) -> Tensor:
@@ -243,13 +243,13 @@ class Pooled:
 
     table: Tensor
     lengths: Tensor | None
-    describe: Callable[[], Tensor] | None = None
+    with_averages: Callable[[], Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if name in MAXIMA:
             return self._maxima[ROW[name]]
-        if name in DESCRIBED and self.describe is not None:
-            return self._described[name]
+        if name in FROM_MOMENTS and self.with_averages is not None:
+            return self._averages[name]
         if name == "score_square" and self.lengths is not None:
             return self._score_square
         return self._sums[ROW[name]]
@@ -270,9 +270,9 @@ class Pooled:
         return self.table if self.lengths is None else by_segment(self._by_head, "max", self.lengths).T
 
     @cached_property
-    def _described(self) -> Pooled:
-        assert self.describe is not None
-        return Pooled(self.describe(), self.lengths)
+    def _averages(self) -> Pooled:
+        assert self.with_averages is not None
+        return Pooled(self.with_averages(), self.lengths)
 
     @cached_property
     def _score_square(self) -> Tensor:

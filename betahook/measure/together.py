@@ -89,11 +89,11 @@ class WaitingCalls:
     def __init__(self) -> None:
         self.inputs = WaitingInputs()
         self._calls: list[tuple[AttentionCall, tuple[int | None, ...]]] = []  # each with its `versions()`
-        self._alone: set[int] = set()
+        self._never_wait: set[int] = set()
 
-    def takes(self, heads: slice) -> bool:
+    def may_wait(self, heads: slice) -> bool:
         """Return False for a layer that once changed q, k or the mask while its call waited: it may not wait again."""
-        return heads.start not in self._alone
+        return heads.start not in self._never_wait
 
     def note(self, table: Tensor, moments: Tensor, call: AttentionCall) -> None:
         """Let a call wait; `table` and `moments` cover all heads, as in `add`."""
@@ -135,7 +135,7 @@ class WaitingCalls:
             if unchanged:
                 yield run
             else:
-                self._alone.update(call.heads.start for call in run)
+                self._never_wait.update(call.heads.start for call in run)
 
 
 def _scales(run: list[AttentionCall], heads: slice) -> Tensor:

@@ -13,7 +13,7 @@ from betahook import theory
 from betahook.control.base import is_at_bound
 from betahook.control.notes import Note
 from betahook.layer import Layers
-from betahook.measure.dtypes import for_sums
+from betahook.measure.dtypes import to_sum_dtype
 from betahook.measure.groups import HeadGroups
 from betahook.state.state import State
 
@@ -90,7 +90,7 @@ def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, f
 def by_head(state: State, layers: Layers, unreached: Container[str]) -> dict[str, Tensor]:
     """Return `quantity/layer` to a tensor `[heads]` on the CPU; NaN for layers in `unreached` or not measured."""
     quantities = columns(state, state.layers.by_head())
-    table = torch.stack([for_sums(column) for column in quantities.values()]).cpu().double()
+    table = torch.stack([to_sum_dtype(column) for column in quantities.values()]).cpu().double()
     lengths = [layer.heads for layer in layers.values()]
     return {
         f"{quantity}/{name}": torch.full_like(part, torch.nan) if name in unreached else part
@@ -102,7 +102,7 @@ def by_head(state: State, layers: Layers, unreached: Container[str]) -> dict[str
 def numbers(state: State, groups: HeadGroups) -> dict[str, list[float]]:
     """Return every metric as numbers, one per group. Synchronises with the device, once."""
     quantities = columns(state, groups)
-    table = torch.stack([for_sums(column) for column in quantities.values()]).tolist()
+    table = torch.stack([to_sum_dtype(column) for column in quantities.values()]).tolist()
     return dict(zip(quantities, table, strict=True))
 
 

@@ -69,7 +69,7 @@ def _may_wait(
         return False
     mask = given.tensor
     same = mask is None or (not mask.is_inference() and (mask.dim() == 2 or mask.shape[1] == 1))
-    fits = query.shape[3] == head_range.head_dim and state.waiting.takes(head_range.heads)
+    fits = query.shape[3] == head_range.head_dim and state.waiting.may_wait(head_range.heads)
     return same and fits and calls_at_once(query, key) > 1
 
 

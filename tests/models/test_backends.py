@@ -8,7 +8,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 import betahook
-from betahook.measure.pairs import is_short, rows_each, sampled_rows
+from betahook.measure.pairs import is_short, sampled_rows, sampling_weight
 from betahook.measure.statistics import ROW
 from support.attention import LENGTH, WIDTH, ByHandAttention
 from support.matrices import overall_std
@@ -56,7 +56,7 @@ def test_a_mask_without_structure(length):
                 values, allowed = values[:, :, rows], allowed[:, :, rows]
             used = values[allowed.expand_as(values)]
             assert bool(layer.statistics.exact) is (length == 24)
-            assert float(layer.statistics.count) == rows_each(length, length) * len(used)
+            assert float(layer.statistics.count) == sampling_weight(length, length) * len(used)
             assert float(overall_std(layer.head_statistics)) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
 
 
@@ -101,7 +101,7 @@ def test_packed_sequences(flash, lengths, told_by):
             rows = torch.arange(length) if exact else sampled_rows(length, length, values.device)
             used = values[:, :, rows][mask[rows].expand(1, values.shape[1], -1, -1)]
             assert bool(layer.statistics.exact) is exact
-            assert float(layer.statistics.count) == len(used) * (1 if exact else rows_each(length, length))
+            assert float(layer.statistics.count) == len(used) * (1 if exact else sampling_weight(length, length))
             assert float(overall_std(layer.head_statistics)) == pytest.approx(float(used.std(correction=0)), rel=1e-4)
 
 

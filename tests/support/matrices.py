@@ -131,7 +131,7 @@ def recorded(query, key, mask, beta=1.0, *, exact_max_logit=False, inputs=(), **
     scales = torch.stack([torch.ones_like(beta), beta])
     operands = query, key, mask, scales, rows.ScoreMod(**score_mod)
     calls.add_scores(table, moments, *operands, exact_max_logit=exact_max_logit, inputs=inputs)
-    table = components.described(table, moments, torch.full((heads,), width, device=query.device))
+    table = components.with_averages(table, moments, torch.full((heads,), width, device=query.device))
     return SimpleNamespace(**{name: table[row] for name, row in statistics.ROW.items()})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from betahook.measure.dtypes import for_sums
+from betahook.measure.dtypes import to_sum_dtype
 from betahook.models.by_tensor import ByTensor
 from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap.by_hand.traces import Scores
@@ -61,11 +61,11 @@ class Shadows:
         several = isinstance(scores.factor, Tensor) and scores.factor.numel() > 1 and scores.axis is None
         if shadow is None or scores.value is None or not scores.linear or several or logits.numel() == 0:
             return False
-        change = (GAIN - 1) * scores.factor * for_sums(scores.value)
+        change = (GAIN - 1) * scores.factor * to_sum_dtype(scores.value)
         if scores.allowed is not None:
             change = change.masked_fill(~scores.allowed, 0)
-        promised = (for_sums(logits) + change).softmax(dim).nan_to_num()
-        got = for_sums(shadow).softmax(dim).nan_to_num()
+        promised = (to_sum_dtype(logits) + change).softmax(dim).nan_to_num()
+        got = to_sum_dtype(shadow).softmax(dim).nan_to_num()
         largest = change.abs().amax(dim, keepdim=True) + logits.amax(dim, keepdim=True).abs()
         differs = (promised - got).abs() > 1e-4 + 20 * self._eps * (1 + largest)
         if scores.allowed is not None:  # rows without a pair do not count: an added mask left their scores there

@@ -33,7 +33,7 @@ def measured(calls):
         tokens = torch.tensor(counts)[:, None].expand(2, HEADS)
         components.add(sums, of_query, of_key, tokens)
         statistics.add(table, "queries", tokens)
-    return Statistics.from_table(components.described(table, sums, torch.tensor([WIDTH] * HEADS)))
+    return Statistics.from_table(components.with_averages(table, sums, torch.tensor([WIDTH] * HEADS)))
 
 
 def expected(calls):
@@ -92,7 +92,7 @@ def test_heads_may_have_different_widths():
         count = torch.full((2, 1), tokens)
         components.add(columns, found, found, count)
         statistics.add(table[:, index : index + 1], "queries", count)
-    table = components.described(table, sums, torch.tensor(widths))
+    table = components.with_averages(table, sums, torch.tensor(widths))
     variances = [part.double().var((0, 1, 2), correction=0) for part in parts]
     torch.testing.assert_close(
         Statistics.from_table(table).component_variance_q, torch.stack([v.mean() for v in variances]), rtol=1e-5, atol=0
@@ -115,7 +115,7 @@ def test_a_number_that_is_not_finite_shows(bad):
 def test_the_table_has_a_row_for_everything_that_is_written():
     table = statistics.empty(HEADS, CPU)
     table[ROW["queries"]] = table[ROW["keys"]] = 1
-    table = components.described(
+    table = components.with_averages(
         table, torch.ones(4, HEADS * WIDTH, dtype=torch.float64), torch.tensor([WIDTH] * HEADS)
     )
     assert {name for name, row in ROW.items() if table[row].any()} == {
@@ -129,7 +129,7 @@ def test_heads_without_moments_keep_the_averages_of_an_old_file():
     table[ROW["query_variance"]] = 7
     moments[:, WIDTH:] = 4
     given = table.clone()
-    found = components.described(table, moments, torch.tensor([WIDTH] * 2))
+    found = components.with_averages(table, moments, torch.tensor([WIDTH] * 2))
     assert found[ROW["query_variance"]].tolist() == [7, 0]
     assert found[ROW["query_mean_square"]].tolist() == [0, 4]
     assert torch.equal(table, given)

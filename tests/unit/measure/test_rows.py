@@ -8,7 +8,7 @@ import torch
 
 from betahook.measure import masks, rows
 from betahook.measure.masks import Band, Mask
-from betahook.measure.pairs import ROWS, SHORT, is_short, rows_each, sampled_rows
+from betahook.measure.pairs import ROWS, SHORT, is_short, sampled_rows, sampling_weight
 from support.matrices import (
     assert_row_std,
     assert_scores,
@@ -35,7 +35,7 @@ def test_masks_without_structure_are_sampled(queries, heads):
     assert not mask.structured
     picked = sampled_rows(queries, keys, query.device)
     sums = recorded(query, key, mask)
-    assert_scores(sums, query[:, :, picked], key, pairs[:, :, picked], weight=rows_each(queries, keys))
+    assert_scores(sums, query[:, :, picked], key, pairs[:, :, picked], weight=sampling_weight(queries, keys))
     assert is_short(queries, keys) == (queries <= 126)
     assert sums.exact_pairs.tolist() == (sums.pairs if queries <= 126 else 0 * sums.pairs).tolist()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from betahook.measure import statistics
-from betahook.measure.statistics import DESCRIBED, FORMULAS, MAXIMA, ROW, SUMS, Pooled, Statistics
+from betahook.measure.statistics import FORMULAS, FROM_MOMENTS, MAXIMA, ROW, SUMS, Pooled, Statistics
 from support.operations import Operations
 
 CPU = torch.device("cpu")
@@ -298,14 +298,14 @@ def test_there_is_a_formula_for_every_statistic():
     assert [field.name for field in fields(Statistics)] == list(FORMULAS)
 
 
-def test_averages_over_components_are_those_of_a_table_that_is_described_when_they_are_asked_for():
+def test_averages_over_components_are_those_of_a_table_that_is_filled_in_when_they_are_asked_for():
     table, other = random_table(4, seed=1), random_table(4, seed=2)
     lengths, asked = torch.tensor([1, 3]), []
     found = Statistics.from_table(table, lengths, lambda: asked.append(True) or other)
     assert torch.equal(found.mean, Statistics.from_table(table, lengths).mean)
     assert not asked
     assert torch.equal(found.component_variance_q * found._pooled["queries"], Pooled(other, lengths)["query_variance"])
-    for name in DESCRIBED:
+    for name in FROM_MOMENTS:
         assert torch.equal(found._pooled[name], Pooled(other, lengths)[name])
     assert len(asked) == 1
 
