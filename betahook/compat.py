@@ -160,7 +160,7 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def version(tensor: Tensor) -> int | None:
+def inplace_version(tensor: Tensor) -> int | None:
     """Return how often a tensor, or its base if it is a view, was changed in place; None for an inference tensor."""
     return None if tensor.is_inference() else base_of(tensor)._version
 
@@ -181,7 +181,7 @@ def multi_head_attention_forward() -> Callable[..., Any]:
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py
-def unsharded(module: nn.Module) -> dict[int, Any]:
+def unsharded_memo(module: nn.Module) -> dict[int, Any]:
     """Return a memo for `copy.deepcopy` with unsharded, empty stand-ins for what FSDP 2 shards and refuses to copy."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():

@@ -59,8 +59,8 @@ def run_model(hook: Hooked) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors(_output(hook))]  # an output may be a weight itself
 
 
-def does_not_run(hook: Hooked, error: Exception | None) -> str:
-    """Return the message that the last call does not run again: `error` is of this rank, None of another rank."""
+def failure_message(hook: Hooked, error: Exception | None) -> str:
+    """Return a message that the last call does not run again; `error` is of this rank, None of another rank."""
     found = ELSEWHERE if error is None else f"{type(error).__name__}: {error}"
     return f"{type(hook.last_call.module).__name__} does not run again on the input of its last forward ({found})"
 

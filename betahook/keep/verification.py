@@ -165,7 +165,7 @@ def _run_model(plan: FoldPlan) -> list[Tensor]:
     except Exception as raised:
         error = raised
     if plan.is_on_any_rank(error is not None):
-        raise plan.error(rerun.does_not_run(hook, error)) from error
+        raise plan.error(rerun.failure_message(hook, error)) from error
     return output
 
 

@@ -225,7 +225,7 @@ _structures: Any = compat.WeakTensorKeyDictionary()
 
 def _shared_structure(mask: Tensor, band: Band) -> Mask:
     """Return `_structure`, computed once for all layers that receive the same, unchanged tensor."""
-    base, version = compat.base_of(mask), compat.version(mask)  # layers make new views each time
+    base, version = compat.base_of(mask), compat.inplace_version(mask)  # layers make new views each time
     if version is None or compat.is_captured(mask.device):  # changes go unnoticed, as in later runs of a graph
         return _structure(mask, band)
     known_version, known = _structures.get(base, (None, {}))

@@ -64,7 +64,7 @@ class AttentionCall:
     def versions(self) -> tuple[int | None, ...]:
         """Return the versions of q, k and the tensor of the mask, which in-place changes increment."""
         tensors = self.query, self.key, self.given.tensor
-        return tuple(compat.version(tensor) for tensor in tensors if tensor is not None)
+        return tuple(compat.inplace_version(tensor) for tensor in tensors if tensor is not None)
 
     def is_like(self, other: AttentionCall) -> bool:
         """Return True if both can be measured as one, with this call's heads after those of the other."""

@@ -82,7 +82,7 @@ class WithoutData:
     def copied(self, module: nn.Module) -> nn.Module:
         """Copy a module without its data, hooks, shards and adapters."""
         with FakeCopyMode(self.mode):
-            made = copy.deepcopy(module, compat.unsharded(module))
+            made = copy.deepcopy(module, compat.unsharded_memo(module))
         for part in made.modules():
             for hooks in (part._forward_pre_hooks, part._forward_hooks):
                 hooks.clear()

@@ -105,7 +105,7 @@ class Gains:
 
     def _make(self) -> None:
         """Compute what `gain` and `scales` return, for all layers, if `beta` or `default` has been written to."""
-        versions = compat.version(self.beta), compat.version(self.default)
+        versions = compat.inplace_version(self.beta), compat.inplace_version(self.default)
         if versions != self._source_versions:
             with torch.inference_mode(False), torch.no_grad():  # called in a forward, but no part of its graph
                 for of_layer in self._leaves:

@@ -200,7 +200,7 @@ class _Trial:
                 answer, error = FAILED, raised
         _, worst = ranks.range_over_ranks(answer, self._device)
         if worst == FAILED:
-            raise _refusal([each.layer for each in self.due], rerun.does_not_run(self._hook, error)) from error
+            raise _refusal([each.layer for each in self.due], rerun.failure_message(self._hook, error)) from error
         return worst == DIFFERENT
 
     def _differs_here(self, scalings: Sequence[tuple[AttentionLayer, Scaling]], *, beta_alone: bool) -> bool:

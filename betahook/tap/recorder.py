@@ -89,7 +89,7 @@ class _Inputs:
     def entries_of(self, tensor: Tensor) -> inputs.Entries:
         """Return `inputs.entries_of(tensor)`, or the last result if it is the same tensor, unchanged."""
         last, self._last = self._last, None
-        version = compat.version(tensor)
+        version = compat.inplace_version(tensor)
         if last is not None and last[0]() is tensor and last[1] == version:
             return last[2]
         entries = inputs.entries_of(tensor.detach())

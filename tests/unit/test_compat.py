@@ -290,18 +290,18 @@ def test_the_owner_of_a_view():
 
 def test_a_version_counts_changes_in_place_through_any_view():
     x = torch.zeros(2, 3)
-    before = compat.version(x)
+    before = compat.inplace_version(x)
     x[0].add_(1)
-    after = compat.version(x)
+    after = compat.inplace_version(x)
     assert after > before
     x + 1
-    assert compat.version(x[1]) == after
+    assert compat.inplace_version(x[1]) == after
     with torch.inference_mode():
         x[0].add_(1)
         x.fill_(2)
         made = torch.zeros(2, 3)
-    assert compat.version(x) == after + 2
-    assert compat.version(made) is compat.version(made[0]) is None
+    assert compat.inplace_version(x) == after + 2
+    assert compat.inplace_version(made) is compat.inplace_version(made[0]) is None
 
 
 def test_attention_of_torch_goes_through_a_mode_only_from_within():

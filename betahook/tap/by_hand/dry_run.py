@@ -41,7 +41,7 @@ def put_back(module: nn.Module) -> Iterator[None]:
     held: dict[int, Any] = {}
     for part in module.modules():
         _collect(vars(part), held, DEPTH)
-    tensors = [(each, each.clone(), compat.version(each)) for each in held.values() if isinstance(each, Tensor)]
+    tensors = [(each, each.clone(), compat.inplace_version(each)) for each in held.values() if isinstance(each, Tensor)]
     contents = [(each, each.copy()) for each in held.values() if not isinstance(each, Tensor)]
     try:
         yield
@@ -52,7 +52,8 @@ def put_back(module: nn.Module) -> Iterator[None]:
                 each.extend(before) if isinstance(each, list) else each.update(before)
         with torch.no_grad():
             for tensor, values, version in tensors:
-                if compat.version(tensor) != version:  # tensors of inference mode have no version, and are not restored
+                # Tensors of inference mode have no version, and are not restored.
+                if compat.inplace_version(tensor) != version:
                     tensor.copy_(values)
 
 
