@@ -52,14 +52,20 @@ class Gains:
         self._outlive_graphs = False
 
     def follow(self, beta: Tensor) -> None:
-        """Move to the device of `beta`, the new tensor of the state."""
-        sensitivity = self.sensitivity().to(beta.device)
+        """Move to the device of `beta`, the new tensor of the state.
+
+        This may happen within a forward, between a layer on the CPU and one on the GPU: the sensitivity of the former
+        is then still to come, and must not be lost.
+        """
+        self._retire_leaves()  # into these probes, and they into the new ones
+        probes = self.probes
         self.beta, self.default, self._source_versions, self._leaves = beta, self.default.to(beta.device), None, {}
-        self.probes = [probe.detach().to(beta.device).requires_grad_() for probe in self.probes]
+        self.probes = [probe.detach().to(beta.device).requires_grad_() for probe in probes]
         # Otherwise they would hold memory of the old device.
         self._gains, self._known, self._scales = (), self.default, self.default
         self._outlive_graphs = False
-        self.set_sensitivity(sensitivity)
+        for layer, probe in enumerate(probes):
+            self._retire(layer, probe)
 
     def note(self, layer: int, heads: slice, default: float | None) -> bool:
         """Remember the inverse temperature that a layer itself applies; return True unless it is that of the last call.
@@ -108,8 +114,7 @@ class Gains:
         versions = compat.inplace_version(self.beta), compat.inplace_version(self.default)
         if versions != self._source_versions:
             with torch.inference_mode(False), torch.no_grad():  # called in a forward, but no part of its graph
-                for of_layer in self._leaves:
-                    self._retire(of_layer)
+                self._retire_leaves()
                 acting = torch.where(self.beta.isnan(), self.default, self.beta)
                 gains = gain_of(self.beta, self.default)
                 self._scales = torch.stack([torch.ones_like(acting), acting])
@@ -124,20 +129,25 @@ class Gains:
             self._leaves[layer] = gain.detach().requires_grad_()
         return self._leaves[layer]
 
-    def _retire(self, layer: int) -> None:
-        """Move the gradient of a leaf to the probe, as a gradient by log beta, because beta has changed.
+    def _retire_leaves(self) -> None:
+        """Replace the leaves by the probes: their gradients times the gains are gradients by log beta."""
+        for layer, leaf in self._leaves.items():
+            self._retire(layer, leaf, leaf.detach())
 
-        This happens now, and again whenever a graph that still holds the leaf runs backward.
+    def _retire(self, layer: int, tensor: Tensor, factor: Tensor | float = 1.0) -> None:
+        """Move the gradient of a former leaf or probe, times a factor, to the present probe of its layer.
+
+        This happens now, and again whenever a graph that still holds the tensor runs backward.
         """
-        leaf, probe = self._leaves[layer], self.probes[layer]
 
-        def move(leaf: Tensor) -> None:
-            if leaf.grad is not None:
-                part = (leaf.grad * leaf).detach().flatten()
-                probe.grad, leaf.grad = part if probe.grad is None else probe.grad + part, None
+        def move(tensor: Tensor) -> None:
+            if tensor.grad is not None:
+                probe = self.probes[layer]
+                part = (tensor.grad * factor).detach().flatten().to(probe.device)
+                probe.grad, tensor.grad = part if probe.grad is None else probe.grad + part, None
 
-        move(leaf)
-        leaf.register_post_accumulate_grad_hook(move)
+        move(tensor)
+        tensor.register_post_accumulate_grad_hook(move)
 
     def outlive_graphs(self) -> None:
         """From now on keep the gradients of the probes in separate memory.

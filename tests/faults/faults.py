@@ -1562,7 +1562,16 @@ FAULTS = [
         DISCOVERED,
     ),
     Fault("betahook/state/gains.py", "if versions != self._source_versions", "if self._source_versions is None"),
-    Fault("betahook/state/gains.py", "leaf.register_post_accumulate_grad_hook(move)", "pass"),
+    Fault("betahook/state/gains.py", "tensor.register_post_accumulate_grad_hook(move)", "pass"),
+    Fault("betahook/state/gains.py", "            self._retire(layer, probe)\n", "            pass\n"),
+    Fault("betahook/state/gains.py", "self._retire_leaves()  # into", "pass  # into"),
+    Fault(
+        "betahook/state/gains.py",
+        "        def move(tensor: Tensor) -> None:\n            if tensor.grad is not None:\n"
+        "                probe = self.probes[layer]\n",
+        "        probe = self.probes[layer]\n\n"
+        "        def move(tensor: Tensor) -> None:\n            if tensor.grad is not None:\n",
+    ),
     Fault("betahook/state/gains.py", "gains.nan_to_num(), {}", "gains, {}"),
     Fault("betahook/state/gains.py", "        self._leaves.pop(layer, None)\n", "", SETTLED),
     Fault(

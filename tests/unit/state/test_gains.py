@@ -146,6 +146,22 @@ def test_a_beta_that_changes_before_or_after_the_backward_loses_no_sensitivity(g
     assert gains.sensitivity().tolist() == [8 * 2 + 4] * 2 + [0] * 3
 
 
+@pytest.mark.parametrize("tensor", ["leaf", "earlier leaf", "probe"])
+def test_a_backward_that_is_still_to_come_when_the_model_moves_loses_no_sensitivity(gains, tensor):
+    held = gains.probes[0] if tensor == "probe" else gains.leaf(0)
+    (3 * held).sum().backward()
+    output = (5 * held).sum()
+    if tensor == "earlier leaf":
+        gains.beta.fill_(2.0)
+        gains.gain(0)
+    for _ in range(2):
+        gains.follow(gains.beta.clone())
+    gains.probes[0].sum().backward()
+    output.backward()
+    factor = 1 if tensor == "probe" else 2
+    assert gains.sensitivity().tolist() == [8 * factor + 1] * 2 + [0] * 3
+
+
 def test_a_model_on_another_device_has_other_gains(gains):
     gains.leaf(0).sum().backward()
     gains.probes[0].sum().backward()

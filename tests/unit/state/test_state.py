@@ -9,6 +9,7 @@ from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.statistics import ROW
 from betahook.state.ranges import HeadRange, head_ranges
 from betahook.state.state import is_beta
+from betahook.tap import gain
 from betahook.tap.recorder import ATTRIBUTE
 from support.layers import attention, make
 from support.models import build, inputs
@@ -65,6 +66,22 @@ def test_no_tensor_is_left_on_the_other_device():
         hook._state.to(torch.device("meta"))
         after = dict(reachable(hook._state, "state", {}))
         assert [path for path, tensor in after.items() if not tensor.is_meta] == []
+
+
+@pytest.mark.parametrize("small", [gain.SMALL, 0])
+def test_layers_in_front_of_a_move_keep_their_sensitivity(small, monkeypatch):
+    """As in a model whose first layers are on the CPU and the others on a GPU: its first forward moves the state."""
+    monkeypatch.setattr(gain, "SMALL", small)
+    sensitivities = []
+    for moves in (False, True):
+        model = build("llama")
+        with betahook.attach(model) as hook:
+            if moves:
+                state, last = hook._state, list(hook.layers.values())[-1]
+                last.module.register_forward_pre_hook(lambda *_, state=state: state.to(state.device))
+            model(**inputs("llama")).loss.backward()
+            sensitivities.append([layer.head_statistics.sensitivity.tolist() for layer in hook.layers.values()])
+    assert sensitivities[0] == sensitivities[1]
 
 
 @pytest.mark.parametrize("then", ["load", "refuse", "fold"])
