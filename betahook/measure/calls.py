@@ -104,17 +104,23 @@ def add_pairs(
     """
     with no_autocast(raw.device):
         counts, sums, largest = pair_sums(raw, logits, allowed)
-        sides = (query, valid_tokens(allowed.any(-1), query)), (key, valid_tokens(allowed.any(-2), key))
+        sides = list(zip((query, key), valid_tokens(allowed, query, key), strict=True))
         tokens = [count_tokens(counts[0], valid, 1, x.shape[2]) for x, valid in sides]
         counts = torch.cat([counts, torch.stack(tokens)])
         of_query, of_key = (scores.components(x, valid) for x, valid in sides)
         _add(table, moments, [counts, sums], largest, scales, of_query, of_key)
 
 
-def valid_tokens(seen: Tensor, tokens: Tensor) -> Tensor | None:
-    """Flatten `seen [batch, heads, tokens]` of the first head to `[1, tokens]`; None if `tokens` has another number."""
-    flat = seen[:, 0].flatten()[None]
-    return flat if flat.shape[1] == tokens.shape[2] else None
+def valid_tokens(allowed: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the queries and the keys that any head uses, boolean `[1, tokens]` each.
+
+    Args:
+        allowed: the pairs in use, boolean `[batch, heads, queries, keys]`.
+        query, key: `[1, heads, tokens, d_k]`; None is returned for one with another number of tokens.
+    """
+    used = allowed.any((1, 3)).view(1, -1), allowed.any((1, 2)).view(1, -1)
+    queries, keys = (x if x.shape[1] == side.shape[2] else None for x, side in zip(used, (query, key), strict=True))
+    return queries, keys
 
 
 def _add(

@@ -23,13 +23,12 @@ HEIGHT = 128
 def norm_bound(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
     """Bound the absolute scores of each head from above, `[heads]`: `max |q_i| * max |k_j|` in each sequence.
 
-    This is the Cauchy-Schwarz inequality. A masked token counts too if only a mask of pairs for each head masks it.
+    This is the Cauchy-Schwarz inequality. A token counts in all heads if any of them uses it.
     """
     longest: list[Tensor] = []
     for tokens, valid in ((query, mask.queries), (key, mask.keys)):
         norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=product_dtype(tokens.dtype))
-        # `queries` and `keys` of a mask with heads are those of its first head.
-        if valid is not None and (mask.pairs is None or mask.pairs.shape[1] == 1):
+        if valid is not None:
             norms = torch.where(valid[:, None], norms, 0)
         longest.append(norms.amax(-1))
     of_query, of_key = longest

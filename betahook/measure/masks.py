@@ -70,8 +70,8 @@ class Mask:
 
     Attributes:
         band: the static part, known without looking at any tensor.
-        queries: boolean `[batch or 1, queries]`, rows that take part; None for all.
-        keys: boolean `[batch or 1, keys]`, columns that take part; None for all.
+        queries: boolean `[batch or 1, queries]`, rows that take part in any head; None for all.
+        keys: boolean `[batch or 1, keys]`, columns that take part in any head; None for all.
         pairs: boolean `[batch or 1, heads or 1, queries, keys]`, from the mask tensor of the call; None without one.
         bias: the same shape, added to the logits by the attention where `pairs` is True; None without one.
         documents: integer `[batch or 1, tokens]`, the document of each token in packed sequences, where no pair
@@ -205,14 +205,14 @@ def masked_by(addend: Tensor) -> Tensor:
 
 
 def _structure(mask: Tensor, band: Band) -> Mask:
-    """Find the rows and columns that take part, and compare the mask with the band over them.
+    """Find the rows and columns that take part in any head, and compare the mask with the band over them.
 
     The result holds `pairs` only if they are another tensor than the mask, which it must not keep alive.
     """
     is_boolean = mask.dtype == torch.bool
     pairs = mask if is_boolean else ~masked_by(mask)
-    first = pairs[:, 0]
-    queries, keys = first.any(-1), first.any(-2)
+    of_any_head = pairs[:, 0] if pairs.shape[1] == 1 else pairs.any(1)
+    queries, keys = of_any_head.any(-1), of_any_head.any(-2)
     positions = [torch.arange(size, device=mask.device) for size in pairs.shape[-2:]]
     expected = band.allowed(*positions) & queries[:, :, None] & keys[:, None, :]
     structured = (pairs == expected[:, None]).all()

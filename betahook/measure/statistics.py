@@ -167,7 +167,7 @@ class Statistics:
             the components.
         component_variance_q, component_variance_k: variance of a component, averaged over the components.
         independent_std: standard deviation of the scores if the components of q and k were independent, from their
-            moments over all tokens of a head.
+            moments over all tokens that any head of the layer uses.
         input_std_q, input_std_k: standard deviation of the inputs of the query projection, or of the key projection.
         sensitivity: derivative of the training loss with respect to log beta, averaged over the batches.
         finite: False where a measured sum is NaN or infinite.

@@ -31,7 +31,7 @@ def listening(recorder: Recorder, listener: Listener) -> Iterator[None]:
 
     def record_pairs(raw: Tensor, logits: Tensor, allowed: Tensor, operands: tuple[Tensor, Tensor], *_: Any) -> None:
         query, key = (tokens.detach() for tokens in operands)
-        listener(query, key, (valid_tokens(allowed.any(-1), query), valid_tokens(allowed.any(-2), key)))
+        listener(query, key, valid_tokens(allowed, query, key))
 
     def record_input(inputs: Tensor, sides: list[str]) -> None:
         """Ignore the inputs of W_q and W_k."""

@@ -1,9 +1,11 @@
 """Everything that one attention call adds, whichever form of the statistics is chosen for it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from betahook.measure import calls, masks, pairs, rows, statistics
+from betahook.measure import calls, components, masks, pairs, rows, statistics
 from betahook.measure.largest import norm_bound
 from betahook.measure.masks import Band, Mask
 from betahook.measure.statistics import ROW
@@ -56,10 +58,36 @@ def test_the_largest_score_is_exact_or_has_a_bound(length, exact):
         assert found.max_logit_bound.tolist() == (0.5 * found.max_score_bound).tolist()
 
 
-def test_tokens_that_take_part_are_those_of_the_first_head():
-    seen = torch.tensor([[[True, False, True], [True, True, True]], [[False, True, True], [True, True, True]]])
-    assert calls.valid_tokens(seen, torch.zeros(1, 2, 6, 5)).tolist() == [[True, False, True, False, True, True]]
-    assert calls.valid_tokens(seen, torch.zeros(1, 2, 5, 6)) is None
+def test_tokens_that_take_part_are_those_of_any_head():
+    allowed = torch.zeros(2, 2, 2, 3, dtype=torch.bool)
+    allowed[0, 0, 0, 2] = allowed[0, 1, 0, 0] = allowed[1, 1, 1, 1] = True
+    queries, keys = calls.valid_tokens(allowed, torch.zeros(1, 2, 4, 5), torch.zeros(1, 2, 6, 5))
+    assert queries.tolist() == [[True, False, False, True]]
+    assert keys.tolist() == [[True, False, True, False, True, False]]
+    assert calls.valid_tokens(allowed, torch.zeros(1, 2, 5, 5), torch.zeros(1, 2, 3, 5)) == (None, None)
+
+
+@pytest.mark.parametrize("length", [40, 200])
+@pytest.mark.parametrize("form", ["mask", "score matrix"])
+def test_components_are_those_of_the_tokens_that_any_head_uses(form, length):
+    query, key = make(length, length)
+    allowed = torch.ones(2, 2, length, length, dtype=torch.bool)
+    allowed[:, 0, 7:] = allowed[:, 0, :, 5:] = False  # the first head uses few of them
+    allowed[:, :, -9:] = allowed[..., -3:] = False
+    query[:, :, -9:] = key[:, :, -3:] = 100.0
+    if form == "mask":
+        found = recorded(query, key, masks.from_tensor(allowed, Band()))
+    else:
+        scores, (table, moments) = full(query, key), empty_sums(2, 16)
+        operands = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key))
+        calls.add_pairs(table, moments, scores, scores, allowed, *operands, torch.ones(2, 2))
+        table = components.with_averages(table, moments, torch.tensor([8, 8]))
+        found = SimpleNamespace(**{name: table[row] for name, row in ROW.items()})
+    for side, tokens in (("query", query[:, :, :-9]), ("key", key[:, :, :-3])):
+        variance = tokens.double().transpose(0, 1).flatten(1, 2).var(1, correction=0).mean(1)
+        count = len(tokens) * tokens.shape[2]
+        assert (found.queries if side == "query" else found.keys).tolist() == [count] * 2
+        torch.testing.assert_close(getattr(found, f"{side}_variance") / count, variance, rtol=1e-5, atol=0)
 
 
 def test_half_precision_is_measured_in_single():
