@@ -68,7 +68,7 @@ class State:
         beta_acts: False while no beta is set and no controller moves one; layers that are not measured then run
             unhooked.
         all_watched: True if the last step recorded the sensitivity of every layer, as it does while `beta_acts`; False
-            if only of those in `turn`.
+            if only of those in `layers_due`.
         gains: gain and probe of each layer.
         layer_tensors: for each layer, the tensors that its forward receives.
         table: sums over the steps since the last pooling, `[quantities, heads]`, see `measure.statistics`.
