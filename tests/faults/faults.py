@@ -835,7 +835,11 @@ FAULTS = [
         "if False:",
         "tests/unit/step/test_first_look.py::test_a_compiled_optimizer_has_no_code_of_ours",
     ),
-    Fault("betahook/step/first_look.py", " or state.first_spectral_ratio is not None", "", FIRST_LOOK),
+    Fault("betahook/step/first_look.py", "state.batch == 0 and state.first_spectral_ratio is None", "True", FIRST_LOOK),
+    Fault("betahook/step/first_look.py", "        _look()\n        return loss", "        return loss", FIRST_LOOK),
+    Fault("betahook/step/first_look.py", 'kwargs.get("closure")', "None", FIRST_LOOK),
+    Fault("betahook/step/first_look.py", "next(iter(args[1:]), None)", "None", FIRST_LOOK),
+    Fault("betahook/step/first_look.py", "layers is None or not state.seen", "layers is None", FIRST_LOOK),
     Fault(
         "betahook/step/stages.py",
         "state.first_spectral_ratio if state.batch == 0 else None",

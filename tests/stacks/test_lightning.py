@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._pytree import tree_leaves
 
 import betahook
+from betahook.control.opening import Phase
 from betahook.integrations.lightning import BetaHook
 from betahook.report.pictures import PIXELS
 from betahook.step import training_loss
@@ -79,6 +80,25 @@ def test_the_numbers_stand_beside_the_loss(tmp_path, accumulated):
     rows = list(csv.DictReader(file.read_text().splitlines()))
     for name in ("training_loss", "attention/max_logit"):
         assert [row["step"] for row in rows if row[name]] == [str(step) for step in range(1, 8 // accumulated, 2)]
+
+
+def test_a_fresh_model_is_fresh_at_a_high_learning_rate(tmp_path):
+    """Lightning runs the first forward inside the optimizer's step, as its closure."""
+
+    class Fresh(Module):
+        def __init__(self):
+            super().__init__()
+            for name, parameter in self.model.named_parameters():
+                if "q_proj" in name or "k_proj" in name:
+                    torch.nn.init.normal_(parameter, std=0.02)
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    callback = BetaHook(on_end="keep")
+    make_trainer(tmp_path, callback, max_steps=1, logger=False).fit(Fresh(), batches())
+    assert Phase.WAIT not in callback.hook._state.memories[0]["phase"].tolist()
+    callback.hook.detach()
 
 
 def test_the_picture_goes_to_the_loggers_that_show_images(tmp_path):

@@ -5,6 +5,7 @@ import math
 import sys
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -38,20 +39,49 @@ def first_step(model, hook, rate, optimizer=torch.optim.Adam):
     hook.step()
 
 
-def test_a_fresh_model_is_fresh_at_any_learning_rate():
+def step_with_closure(model, hook, rate, *, named=False, optimizer=torch.optim.Adam):
+    """The first forward runs inside the optimizer's step."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(**inputs("llama")).loss
+        loss.backward()
+        losses.append(loss)
+        return loss
+
+    optimizer, losses = optimizer(model.parameters(), lr=rate), []
+    assert (optimizer.step(closure=closure) if named else optimizer.step(closure)) is losses[0]
+    hook.step()
+
+
+STEPS = pytest.mark.parametrize(
+    "step",
+    [
+        first_step,
+        step_with_closure,
+        partial(step_with_closure, named=True),
+        partial(step_with_closure, optimizer=torch.optim.LBFGS),  # runs its closure many times
+    ],
+    ids=["plain", "closure", "closure by name", "L-BFGS"],
+)
+
+
+@STEPS
+def test_a_fresh_model_is_fresh_at_any_learning_rate(step):
     for rate in (1e-5, 0.1):
         model = fresh()
         with betahook.attach(model) as hook:
-            first_step(model, hook, rate)
+            step(model, hook, rate)
             assert Phase.WAIT not in phases(hook)
 
 
-def test_a_trained_model_is_trained():
+@STEPS
+def test_a_trained_model_is_trained(step):
     model = fresh()
     first_step(model, betahook.attach(model, "monitor"), 0.1)
     betahook.detach(model)
     with betahook.attach(model) as hook:
-        first_step(model, hook, 1e-5)
+        step(model, hook, 1e-5)
         assert phases(hook) == {Phase.WAIT}
 
 
@@ -83,14 +113,50 @@ def test_a_model_that_is_frozen_as_a_whole_is_looked_at():
         assert phases(hook) == {Phase.WAIT}
 
 
-def test_the_optimizer_of_another_model_shows_nothing():
+@pytest.mark.parametrize("closure", [None, lambda: None])
+@STEPS
+def test_the_optimizer_of_another_model_shows_nothing(step, closure):
+    """As that of a GAN's discriminator, which steps first."""
     model, other = fresh(), torch.nn.Linear(2, 2)
     with betahook.attach(model) as hook:
         other(torch.ones(2)).sum().backward()
-        torch.optim.Adam(other.parameters()).step()
+        torch.optim.Adam(other.parameters()).step(closure)
+        model.load_state_dict(trained())
+        step(model, hook, 1e-5)
+        assert phases(hook) == {Phase.WAIT}
+
+
+def test_a_step_before_any_forward_shows_nothing():
+    """As torch.distributed.checkpoint makes one, of rate 0, before it loads the states of model and optimizer."""
+    model = fresh()
+    with betahook.attach(model) as hook:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        torch.optim.Adam(model.parameters(), lr=0.0).step()
         model.load_state_dict(trained())
         first_step(model, hook, 1e-5)
         assert phases(hook) == {Phase.WAIT}
+
+
+def test_closures_are_left_as_they_are_once_the_weights_were_looked_at():
+    given = []
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            given.append(closure)
+            return super().step(closure)
+
+    def closure():
+        model(**inputs("llama")).loss.backward()
+
+    model = fresh()
+    optimizer = Optimizer(model.parameters(), lr=1e-3)
+    with betahook.attach(model):
+        for _ in range(2):
+            optimizer.step(closure)
+    assert given[0].__name__ == "closure"
+    assert given[0] is not closure
+    assert given[1] is closure
 
 
 def trained():
