@@ -83,7 +83,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._unfinished = unfinished
         self._loaded: dict[str, Any] | None = None
         self._starting: str | None = None  # the stage whose checkpoint, if any, is yet to be loaded
-        self._stepped, self._is_fitting = 0, False
+        self._stepped, self._counted, self._is_fitting = 0, 0, False
         self._losses: list[Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
             training_loss.forget_unfinished(self.hook._state)
         self._losses.clear()
         self._load(trainer, pl_module)
-        self._stepped = trainer.global_step
+        self._stepped, self._counted = trainer.global_step, _counted_by_loggers(trainer)
         if self._on_end == "fold" and self.hook is not None:
             warn_of_refusals(self.hook)
         _warn_of_weights_only(self.hook, trainer)
@@ -128,12 +128,15 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self.hook.step(getattr(trainer.precision_plugin, "scaler", None), loss=loss)
         if self.hook.steps == 1 and self._on_end == "fold":
             _warn_of_parts(self.hook)
-        every = trainer.log_every_n_steps  # 0 for never
-        if trainer.is_global_zero and every and trainer.global_step % every == 0:
+        # Lightning counts this batch after this call, and logs the loss of the first step as that of step 0.
+        step, every = _counted_by_loggers(trainer), trainer.log_every_n_steps  # 0 for never
+        before, self._counted = self._counted, step + 1
+        # In manual optimization, the batch at which Lightning logs may be one without a step.
+        if trainer.is_global_zero and every and self._counted // every > before // every:
             with self.hook.layers.reading_once():
                 details, findings = select(self.hook.metrics(), self._quantities), self.hook.findings()
-            logs, step = {**self._summarise(findings), **details}, trainer.global_step - 1
-            for each in trainer.loggers:  # Lightning logs the loss of the first step as that of step 0
+            logs = {**self._summarise(findings), **details}
+            for each in trainer.loggers:
                 each.log_metrics(dict(logs), step=step)
             self._show(findings, trainer.loggers, step)
 
@@ -201,6 +204,16 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
             self.hook.detach()
             if stage == "fit":
                 self._attach(module)
+
+
+# https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.6/src/lightning/pytorch/loops/training_epoch_loop.py
+def _counted_by_loggers(trainer: Trainer) -> int:
+    """Return the number that Lightning logs the loss by: batches so far, without those that only accumulate gradients.
+
+    `trainer.global_step` adds up the steps of all optimizers, and no public attribute holds this number.
+    """
+    count: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return count
 
 
 def _warn_of_weights_only(hook: Hook | None, trainer: Trainer) -> None:

@@ -2030,6 +2030,16 @@ FAULTS = [
         of_trainer("beta_is_saved_where_the_trainer_saves", "test_checkpoints.py"),
     ),
     Fault("integrations/lightning.py", " and every and ", " and ", LIGHTNING),
+    Fault(
+        "integrations/lightning.py", "self._counted // every > before // every", "(step + 1) % every == 0", LIGHTNING
+    ),
+    Fault("integrations/lightning.py", "trainer.global_step, _counted_by_loggers(trainer)", "0, 0", LIGHTNING),
+    Fault(
+        "integrations/lightning.py",
+        "= trainer.fit_loop.epoch_loop._batches_that_stepped",
+        "= max(trainer.global_step - 1, 0)",
+        LIGHTNING,
+    ),
     Fault("integrations/lightning.py", 'getattr(each, "experiment", None)', "each.experiment", LIGHTNING),
     Fault("integrations/lightning.py", "        self._losses.clear()", "        pass", LIGHTNING),
     Fault(

@@ -66,16 +66,34 @@ def test_the_block_of_the_page():
     assert not names["callback"].hook.attached
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_the_numbers_stand_beside_the_loss(tmp_path, accumulated):
+@pytest.mark.parametrize(("accumulated", "optimizers"), [(1, 1), (2, 1), (1, 2)])
+def test_the_numbers_stand_beside_the_loss(tmp_path, accumulated, optimizers):
     class Logging(Module):
         def training_step(self, batch, index):
             loss = super().training_step(batch, index)
             self.log("training_loss", loss)
             return loss
 
+    class TwoOptimizers(Module):
+        """As in a GAN whose discriminator sits out the first batch."""
+
+        def __init__(self):
+            super().__init__(automatic=False)
+
+        def training_step(self, batch, index):
+            loss = self.model(**batch).loss
+            self.manual_backward(loss)
+            for optimizer in self.optimizers()[: 2 if index else 1]:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.log("training_loss", loss)
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.model.model, self.model.lm_head)]
+
     options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 2, "accumulate_grad_batches": accumulated}
-    make_trainer(tmp_path, BetaHook(controller="monitor"), 1, **options).fit(Logging(), batches())
+    module = Logging() if optimizers == 1 else TwoOptimizers()
+    make_trainer(tmp_path, BetaHook(controller="monitor"), 1, **options).fit(module, batches())
     (file,) = Path(tmp_path).glob("**/metrics.csv")
     rows = list(csv.DictReader(file.read_text().splitlines()))
     for name in ("training_loss", "attention/max_logit"):

@@ -52,13 +52,15 @@ def fitting(lightning):
     trainer = SimpleNamespace(global_step=0, log_every_n_steps=1, is_global_zero=True, loggers=[Logger()])
     trainer.precision_plugin, trainer.accumulate_grad_batches, trainer.ckpt_path = None, 2, None
     trainer.checkpoint_callbacks = []
+    trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
 
-    def train_on_batch(*, steps, weight=1.0):
+    def train_on_batch(*, steps, weight=1.0, counts=True):
         loss = module.model(**inputs("llama")).loss
         loss = loss * weight / trainer.accumulate_grad_batches
         loss.backward()
         trainer.global_step += steps
         callback.on_train_batch_end(trainer, module, loss, None, 0)
+        trainer.fit_loop.epoch_loop._batches_that_stepped += counts
 
     def begin_fit(loaded=None):
         callback.setup(trainer, module, "fit")
@@ -83,6 +85,27 @@ def test_a_summary_is_logged_as_often_as_lightning_logs(fitting, every, logged):
     assert fitting.callback.hook.steps == 3
 
 
+@pytest.mark.parametrize(
+    ("steps", "logged"),
+    [([2, 2, 2, 2], [1, 3]), ([1, 2, 2, 2], [1, 3]), ([1, 0, 1, 0, 1, 0], [2, 4]), ([0, 1, 0, 1], [1, 3])],
+)
+def test_a_summary_is_logged_by_batch_where_optimizers_step_by_hand(fitting, steps, logged):
+    """Lightning counts each batch then, with as many steps as it has; without one, the next with a step is logged."""
+    fitting.trainer.log_every_n_steps = 2
+    for each in steps:
+        fitting.train_on_batch(steps=each)
+    assert fitting.trainer.loggers[0].steps == logged
+
+
+def test_a_fit_that_is_resumed_goes_on_counting_where_it_was(fitting):
+    fitting.trainer.log_every_n_steps = 10
+    fitting.trainer.fit_loop.epoch_loop._batches_that_stepped = 18
+    fitting.begin_fit()
+    for _ in range(3):
+        fitting.train_on_batch(steps=1)
+    assert fitting.trainer.loggers[0].steps == [19]
+
+
 def test_a_step_of_a_fit_that_was_broken_off_does_not_count_in_the_next(fitting):
     def seen():
         fitting.train_on_batch(steps=1)
@@ -90,7 +113,7 @@ def test_a_step_of_a_fit_that_was_broken_off_does_not_count_in_the_next(fitting)
         return training_loss.pooled(fitting.callback.hook._state).item(), sensitivity.item()
 
     alone = seen()
-    fitting.train_on_batch(steps=0, weight=1e3)  # the first of the two batches of a step
+    fitting.train_on_batch(steps=0, weight=1e3, counts=False)  # the first of the two batches of a step
     fitting.begin_fit()
     assert seen() == pytest.approx(alone)
 
