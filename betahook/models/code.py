@@ -63,6 +63,16 @@ def functions_of(module: nn.Module) -> list[FunctionType]:
     return held + [function for kind in kinds if is_user_class(kind) for function in reachable(kind)]
 
 
+def run_by(function: Any) -> list[FunctionType]:
+    """User-defined functions that a callable runs: its own, those that it wraps, and those that they call by name."""
+    chain = []
+    while function is not None:
+        inner = without_partial(function)
+        chain.append(getattr(inner, "__func__", inner))
+        function = getattr(function, "__wrapped__", None)
+    return _closed(filter(is_user_function, chain))
+
+
 def argument_names(module: nn.Module) -> list[str]:
     """Names of the arguments of a module's forward; empty if it has no signature, as after `torch.jit.trace`."""
     try:

@@ -516,6 +516,11 @@ FAULTS = [
     Fault("betahook/models/torch_calls.py", "x.clone())", "x)", LOADED),
     Fault("betahook/models/torch_calls.py", "functools.cache(lambda x:", "(lambda x:", LOADED),
     Fault("betahook/tap/by_hand/dry_run.py", "and not any(", "or not any(", LOADED),
+    Fault("betahook/tap/by_hand/dry_run.py", ", *run_by(forward)}", "}", LOADED),
+    Fault("betahook/tap/by_hand/dry_run.py", "stack.callback(space.__setitem__, name, space[name])", "pass", LOADED),
+    Fault("betahook/tap/by_hand/dry_run.py", "stack.callback(space.pop, name, None)", "pass", LOADED),
+    Fault("betahook/tap/by_hand/dry_run.py", 'stack.callback(setattr, cell, "cell_contents", value)', "pass", LOADED),
+    Fault("betahook/tap/by_hand/dry_run.py", "value = value.__self__", "pass", LOADED),
     Fault(
         "betahook/tap/by_hand/forward.py",
         "elif not are_alike",

@@ -181,7 +181,7 @@ def _rehearse(
     with (
         RandomState(module).preserved(given),
         recorder.state.pause(),
-        dry_run.put_back(module),
+        dry_run.put_back(module, forward),
         unsaved,
         ScoreProducts(followed),
     ):

@@ -1,6 +1,7 @@
 """A loaded beta acts in the first forward, whose products nobody has seen yet."""
 
 import copy
+import functools
 import types
 
 import pytest
@@ -107,6 +108,61 @@ def test_the_first_forward_with_a_loaded_beta_leaves_the_module_as_one_forward_d
         assert attention.calls == 2
         assert attention.seen.shape[2] == 2 * LENGTH
         assert attention.total == 2 * attention.last.sum()
+
+
+calls = 0
+"""Number of forwards, which the forward below counts as a global variable."""
+
+
+class Store:
+    """Keeps attention weights, as prompt-to-prompt does."""
+
+    def __init__(self):
+        self.calls, self.weights = 0, {"all": []}
+
+    def __call__(self, weights):
+        self.calls += 1
+        self.weights["all"].append(weights.detach())
+        return weights
+
+
+def storing(attention, store, report):
+    """A forward that writes to variables around it, and to objects in them."""
+    seen = 0
+
+    @functools.wraps(attention.forward)
+    def forward(x):
+        global calls, last
+        nonlocal seen
+        q, k, v = (attention.split(layer(x)) for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
+        calls, seen = calls + 1, seen + 1
+        report((calls, seen, "last" in globals()))
+        last = store((q @ k.mT * ROOT).softmax(-1))
+        return (last @ v).transpose(1, 2).flatten(2)
+
+    return forward
+
+
+def test_the_first_forward_with_a_loaded_beta_writes_once_outside_of_its_module(x):
+    global calls
+    model, state, outputs = make(lambda module, q, k, v: None), None, []
+    for _ in range(2):
+        store, reports = Store(), []
+        model[1].forward = storing(model[1], store, reports.append)
+        with betahook.attach(model, controller="monitor") as hook:
+            if state is None:
+                model(x)
+                hook.layers["1"].beta = 0.7
+                state = hook.state_dict()
+            else:
+                hook.load_state_dict(state)
+            calls, store.calls, store.weights["all"][:], reports[:] = 0, 0, [], []
+            globals().pop("last")
+            outputs.append(model(x))
+    assert torch.equal(*outputs)
+    assert (calls, store.calls, len(store.weights["all"])) == (1, 1, 1)
+    assert torch.equal(last, store.weights["all"][0])
+    assert reports == [(1, 2, False)]  # attach ran it once, without data
 
 
 class Decoding(Block):
