@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from betahook.measure.dtypes import sum_dtype, to_sum_dtype
 from betahook.models import materialise
 from betahook.models.modes import RandomState, eagerly, evaluating, full_precision
+from betahook.models.side_effects import undone_in_attributes
 from betahook.models.torch_calls import copied
 from betahook.tap.last_call import LastCall
 
@@ -100,7 +101,7 @@ def _output(hook: Hooked) -> Any:
     assert given is not None
     args, kwargs = given
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
-    with RandomState(hook.model).preserved(), ExitStack() as afterwards:
+    with RandomState(hook.model).preserved(), undone_in_attributes(hook.model), ExitStack() as afterwards:
         afterwards.callback(materialise.reshard, hook.model)  # the caller may write to its weights
         args, kwargs = copied((args, kwargs))
         return module(*args, **kwargs)

@@ -20,6 +20,7 @@ from betahook.keep.refusals import FoldError, FoldPlan
 from betahook.layer import AttentionLayer, has_one_key
 from betahook.models.modes import RandomState
 from betahook.models.scaling import Scaling
+from betahook.models.torch_calls import copied
 from betahook.tap.override import Override
 
 ROUNDINGS = 5
@@ -60,12 +61,13 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal precision
-            output = forward(*args, **kwargs)
             if not left[layer]:
-                return output
+                return forward(*args, **kwargs)
             left[layer] -= 1
+            given = copied((args, kwargs))
+            output = forward(*args, **kwargs)
             candidates = exact.get(layer, plan.places(layer))  # those that passed earlier calls in this forward
-            exact[layer] = _LayerCheck(plan, layer, random_state, forward, args, kwargs).exact(candidates)
+            exact[layer] = _LayerCheck(plan, layer, random_state, forward, *given).exact(candidates)
             precision = max(precision, rerun.coarsest_eps([output, exact[layer][0].parameters]))
             return output
 
@@ -188,7 +190,8 @@ class _LayerCheck:
         self._plan = plan
         self._layer = layer
         self._random_state = random_state
-        self._forward = partial(forward, *map(kept, args), **{name: kept(value) for name, value in kwargs.items()})
+        self._forward = forward
+        self._given = [kept(value) for value in args], {name: kept(value) for name, value in kwargs.items()}
         self._gain = plan.gains[layer]
         self._own = torch.ones_like(self._gain)
         self._probe = self._gain / self._gain.max() / 2  # at most 0.5, so far from 1
@@ -224,7 +227,8 @@ class _LayerCheck:
         try:
             # Some layers use dropout in evaluation mode too, perhaps on a device that only holds weights during a call.
             with self._random_state.preserved(self._layer.module.parameters()), self._layer.acting(gain):
-                output = self._forward()
+                args, kwargs = copied(self._given)
+                output = self._forward(*args, **kwargs)
         except RuntimeError as raised:
             error = raised
         if self._plan.is_on_any_rank(error is not None):

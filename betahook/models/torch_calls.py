@@ -235,4 +235,8 @@ def rebuilt(nested: Any, of_tensor: Callable[[Tensor], Tensor]) -> Any:
 
 def copied(inputs: Any) -> Any:
     """Copy the tensors of nested inputs, as a forward may write to them; one passed twice, as q and k, stays one."""
-    return rebuilt(inputs, functools.cache(lambda x: x if isinstance(x, nn.Parameter) else x.clone()))
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) or is_causal_bias(tensor) else tensor.clone()
+
+    return rebuilt(inputs, functools.cache(copy))

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from betahook import compat
 from betahook.measure.masks import Band
-from betahook.models import modes, selective
+from betahook.models import modes, selective, side_effects
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.discovery import shown_name
 from betahook.models.guards import is_handed_over
@@ -181,7 +181,7 @@ def _rehearse(
     with (
         RandomState(module).preserved(given),
         recorder.state.pause(),
-        dry_run.put_back(module, forward),
+        side_effects.undone(module, forward),
         unsaved,
         ScoreProducts(followed),
     ):

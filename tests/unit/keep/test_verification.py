@@ -73,11 +73,10 @@ def test_a_model_that_does_not_run_twice_on_one_input_is_not_folded():
 
 
 class Shrinking(nn.Sequential):
-    length = LENGTH
+    lengths = iter(range(LENGTH, 0, -1))
 
     def forward(self, x):
-        self.length -= 1
-        return super().forward(x)[:, : self.length]
+        return super().forward(x)[:, : next(self.lengths)]
 
 
 class Deciding(nn.Sequential):
@@ -151,6 +150,58 @@ def test_what_is_run_again_gets_its_arguments_as_they_were_and_leaves_them_as_th
         betahook.fold(model)
     assert (given, list(seen), len(seen["batches"])) == ({"inputs": []}, ["batches"], 1)
     torch.testing.assert_close(model.model(ids).logits, moved, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_writes_to_its_arguments_folds():
+    """As in ESPnet."""
+
+    class Inverting(ByHandAttention):
+        def forward(self, x, mask):
+            assert mask.shape == (len(x), LENGTH, LENGTH)
+            q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+            scores = (q @ k.mT / self.head_dim**0.5).masked_fill(mask.unsqueeze_(1).eq_(0), -1e9)
+            return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    class Model(nn.Sequential):
+        def forward(self, x):
+            return self[0](x, torch.ones(len(x), LENGTH, LENGTH, dtype=torch.bool).tril_())
+
+    model, x = Model(Inverting()), torch.randn(2, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        move(hook, per_head=False)
+        expected = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_in_the_attributes_of_a_layer_outlives_what_is_run_again():
+    """As in LLMs-from-scratch, where a forward without a cache drops it."""
+
+    class Caching(FusedAttention):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("keys", None)
+            self.steps, self.seen = 0, []
+
+        def forward(self, x, use_cache=False):
+            q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+            self.steps = self.steps + x.shape[1] if use_cache else 0
+            self.seen.append(x.shape[1])
+            self.keys = (k if self.keys is None else torch.cat([self.keys, k], 2)) if use_cache else None
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    model = Caching().eval()
+    with betahook.attach(model, controller="monitor", when="always") as hook, torch.no_grad():
+        model(torch.randn(2, LENGTH, WIDTH), use_cache=True)
+        model(torch.randn(2, 1, WIDTH), use_cache=True)
+        keys = model.keys
+        move(hook, per_head=False)
+        hook.audit()
+        with pytest.raises(betahook.FoldError, match="does not depend on beta"):
+            betahook.fold(model)
+    assert model.keys is keys
+    assert (model.steps, model.seen) == (LENGTH + 1, [LENGTH, 1])
 
 
 def test_one_token_does_not_tell_where_beta_belongs():
