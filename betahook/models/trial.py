@@ -330,8 +330,8 @@ class _Watch(TorchFunctionMode):
             head_dim = math.prod(made.factors[0].shape[axis] for axis in made.summed[0])
             size = self._size(scores.numel() // scores.shape[dim], head_dim, made.factors[0])
             self.weights[output] = ScoreProduct(size, tuple(map(self.labels.get, made.factors)), made.summed)
-        elif made.factors:
-            self.weights[output] = ScoreProduct(None)
+        elif made.factors or scores in self.weights:  # those of a log_softmax
+            self.weights[output] = self.weights.get(scores) or ScoreProduct(None)
 
     def _note_fused_attention(self, query: Tensor, key: Tensor) -> None:
         """Record the product inside an attention function that includes the softmax."""

@@ -91,6 +91,7 @@ CHARTS = "tests/unit/report/test_html.py"
 EXAMINE = "tests/unit/cli/test_examine.py"
 COPIES = "tests/unit/tap/test_copies.py"
 RECORDER = "tests/unit/tap/test_recorder.py"
+LOG_SOFTMAX = "tests/unit/tap/by_hand/test_log_softmax.py"
 BYPASSED = "tests/unit/tap/by_hand/test_bypassed.py"
 WRAPPED = "tests/unit/tap/by_hand/test_wrapped.py"
 ORIGINAL = "tests/unit/tap/by_hand/test_original.py"
@@ -2487,6 +2488,14 @@ FAULTS = [
         "scaling_sites=first.scaling_sites",
         SCALES,
     ),
+    Fault("betahook/tap/by_hand/softmaxes.py", "passed.record = None", "pass", LOG_SOFTMAX),
+    Fault("betahook/tap/by_hand/softmaxes.py", "value=scores.value.clone()", "value=scores.value", LOG_SOFTMAX),
+    Fault("betahook/tap/by_hand/softmaxes.py", "forward.shadows.follow(call, output)", "pass", LOG_SOFTMAX),
+    Fault("betahook/tap/by_hand/traces.py", "Weights() if trace.lost and trace.log_softmaxes else ", "", LOG_SOFTMAX),
+    Fault("betahook/tap/by_hand/arithmetic.py", "first.log_softmaxes + second.log_softmaxes", "()", LOG_SOFTMAX),
+    Fault("betahook/tap/by_hand/following.py", " or are_weights(trace):", ":", LOG_SOFTMAX),
+    Fault("betahook/tap/by_hand/matrices.py", " or are_weights(trace) for", " for", LOG_SOFTMAX),
+    Fault("betahook/models/trial.py", " or scores in self.weights:", ":", LOG_SOFTMAX),
     Fault("betahook/tap/by_hand/exponentials.py", "dim in (-1, terms.dim() - 1)", "True"),
     Fault("betahook/tap/by_hand/exponentials.py", "traces.row_sums.get(denominator) is not numerator", "False"),
     Fault("betahook/tap/by_hand/exponentials.py", "traces.get(found.logits) is not found.scores", "False"),

@@ -157,6 +157,7 @@ def united(first: Scores, second: Scores) -> Scores:
         unbiased=first.unbiased and second.unbiased,
         linear=first.linear and second.linear,
         shifted=first.shifted or second.shifted,
+        log_softmaxes=first.log_softmaxes + second.log_softmaxes,
         scaling_sites=first.scaling_sites | second.scaling_sites,
     )
 

@@ -20,7 +20,7 @@ from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.rearranging import keep
 from betahook.tap.by_hand.sites import find_line, find_site
 from betahook.tap.by_hand.situation import Handler, other
-from betahook.tap.by_hand.traces import Derived, Scores, Trace, Weights
+from betahook.tap.by_hand.traces import Derived, Scores, Trace, Weights, are_weights
 
 
 def follow(forward: FollowedForward, call: Call, handler: Handler) -> Any:
@@ -132,7 +132,7 @@ def assign(forward: FollowedForward, call: Call) -> None:
     if before_change is not None and _is_same(target[index], source):
         into = before_change
     derived: Derived = None
-    if isinstance(into, Weights) or isinstance(trace, Weights):
+    if isinstance(into, Weights) or are_weights(trace):
         before = into.before if isinstance(into, Weights) else into
         derived = Weights(before=before if isinstance(before, Scores) else None)
     elif isinstance(trace, Scores) or isinstance(into, Scores):

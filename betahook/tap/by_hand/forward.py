@@ -201,6 +201,7 @@ class FollowedForward:
     def finish(self) -> None:
         """Learn from the forward, which has ended, or leave the module alone from now on."""
         recorder = self.recorder
+        self.traces.record_log_softmaxes()
         if self.is_empty:
             self._note_nothing()
         # Tensors under a transform mean nothing outside of it, and those of an empty batch show nothing.

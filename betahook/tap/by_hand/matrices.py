@@ -24,7 +24,7 @@ from betahook.tap.by_hand.products import Product
 from betahook.tap.by_hand.shadows import GAIN
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.situation import other
-from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights
+from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights, are_weights
 from betahook.tap.gain import scale_query
 
 
@@ -70,7 +70,9 @@ def _may_make_scores(forward: FollowedForward, matmul: Contraction) -> bool:
     """Return True for a product of activations that may make scores."""
     recorder, traces = forward.recorder, [forward.traces.get(operand) for operand in (matmul.left, matmul.right)]
     # If torch's own function computes the attention, products before it only make its bias.
-    if recorder.route == "torch" or matmul.size == 1 or any(isinstance(trace, Weights | Shift) for trace in traces):
+    if recorder.route == "torch" or matmul.size == 1:
+        return False
+    if any(isinstance(trace, Shift) or are_weights(trace) for trace in traces):
         return False
     if not matmul.left.is_floating_point() or forward.is_learned(matmul.right):
         return False
@@ -81,8 +83,8 @@ def _may_make_scores(forward: FollowedForward, matmul: Contraction) -> bool:
 
 
 def _of_other_product(forward: FollowedForward, call: Call) -> Derived:
-    weights = [x for x in call.tensors if isinstance(forward.traces.get(x), Weights)]
-    others = [x for x in call.tensors if not isinstance(forward.traces.get(x), Weights)]
+    weights = [x for x in call.tensors if are_weights(forward.traces.get(x))]
+    others = [x for x in call.tensors if not are_weights(forward.traces.get(x))]
     if len(weights) == 1 and len(others) == 1:
         # A product with a parameter mixes the weights over heads; one with anything else weights values.
         return Weights(projected=True) if forward.is_learned(others[0]) else forward.trace_of_values()

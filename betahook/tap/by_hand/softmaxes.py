@@ -5,6 +5,7 @@ The tap in `watching` calls these functions in place of torch's.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.head_axes import REMEDY, feature_pair
 from betahook.tap.by_hand.hidden import find_hidden_product
 from betahook.tap.by_hand.sites import Site, find_line, find_site
-from betahook.tap.by_hand.traces import Operand, Scores, Shift, Trace, Weights
+from betahook.tap.by_hand.traces import LogSoftmax, Operand, Scores, Shift, Trace, Weights
 from betahook.tap.gain import scale_query
 from betahook.tap.kernels import KERNELS, Arguments, Kernel, find_band
 
@@ -34,12 +35,28 @@ HIDDEN = "through a function that torch hides, such as one compiled by torch.jit
 def softmax(forward: FollowedForward, call: Call) -> Tensor:
     """Run a softmax, and record the scores that reach it."""
     output: Tensor = call.run()
-    note_softmax(forward, output, call.operands[0], call.dim)
+    logits, dim = call.operands[0], call.dim
+    scores = forward.traces.get(logits)
+    # A log_softmax shifts each row by a number, which cancels in a softmax that may follow.
+    is_shift = call.name == "log_softmax" and dim in (-1, logits.dim() - 1) and not call.has_target
+    if not (is_shift and isinstance(scores, Scores) and scores.lost is None):
+        note_softmax(forward, output, logits, dim)
+        return output
+    log_softmax = LogSoftmax()
+    note_softmax(forward, output, logits, dim, log_softmax)
+    forward.traces.note(output, scores._replace(shifted=True, log_softmaxes=(log_softmax,)))
+    if forward.shadows is not None:
+        forward.shadows.follow(call, output)
     return output
 
 
-def note_softmax(forward: FollowedForward, output: Tensor, logits: Tensor, dim: int) -> None:
-    """Process a softmax of `logits` along `dim` that returned `output`: record its scores, or refuse the module."""
+def note_softmax(
+    forward: FollowedForward, output: Tensor, logits: Tensor, dim: int, log_softmax: LogSoftmax | None = None
+) -> None:
+    """Process a softmax of `logits` along `dim` that returned `output`: record its scores, or refuse the module.
+
+    Those of a `log_softmax` that is given are recorded when the forward ends.
+    """
     trace = forward.traces.get(logits)
     forward.traces.note(output, Weights())
     if isinstance(trace, Operand):
@@ -53,7 +70,9 @@ def note_softmax(forward: FollowedForward, output: Tensor, logits: Tensor, dim: 
     forward.has_softmax, forward.fused_only = True, False
     forward.attended |= isinstance(trace, Scores | Weights)
     if isinstance(trace, Scores):
-        _note_scores(forward, trace, logits, dim)
+        for passed in trace.log_softmaxes:
+            passed.record = None  # the scores are those of this softmax
+        _note_scores(forward, trace, logits, dim, log_softmax)
     if (product := find_hidden_product(logits, forward.nodes)) is not None:
         by = REDUCED if isinstance(trace, Shift) else HIDDEN
         forward.refuse(f"the product at {product.site.line} reaches its softmax at {find_line()} {by}")
@@ -64,7 +83,9 @@ def _may_be_missed(trace: Trace | None) -> bool:
     return (isinstance(trace, Weights) and trace.projected) or (isinstance(trace, Operand) and trace.from_values)
 
 
-def _note_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int) -> None:
+def _note_scores(
+    forward: FollowedForward, scores: Scores, logits: Tensor, dim: int, log_softmax: LogSoftmax | None
+) -> None:
     """Process scores that reach a softmax as `logits`: learn from them, and record them."""
     for product in scores.products:
         product.reach()
@@ -95,17 +116,30 @@ def _note_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim: 
     if (axis.dim if isinstance(axis, contraction.Shared) else axis) == logits.dim() - 1:  # score_axis moved rows there
         forward.refuse(f"its softmax at {find_line()} runs over its heads, too")
     if is_recorded:
-        _record(forward, scores, logits, dim, axis)
+        _record(forward, scores, logits, dim, axis, log_softmax)
 
 
 @torch.no_grad()
-def _record(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int, axis: Axis | None) -> None:
+def _record(
+    forward: FollowedForward,
+    scores: Scores,
+    logits: Tensor,
+    dim: int,
+    axis: Axis | None,
+    log_softmax: LogSoftmax | None = None,
+) -> None:
     recorder = forward.recorder
     assert scores.value is not None
     assert scores.operands is not None
     first = scores.products[0]
     if axis is None or first.gain is None:
         forward.refuse(f"its heads cannot be told from the batch in the softmax at {find_line()}: {REMEDY}")
+        return
+    if log_softmax is not None:
+        # What the forward does until it ends may change them in place.
+        kept = scores._replace(value=scores.value.clone())
+        log_softmax.record = functools.partial(_record, forward, kept, logits.detach().clone(), dim, axis)
+        forward.traces.log_softmaxes.append(log_softmax)
         return
 
     def laid_out(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ store them. Nothing here runs a function of the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +39,17 @@ class Operand(NamedTuple):
     unread_product: str | None = None
 
 
+@dataclass(eq=False)
+class LogSoftmax:
+    """A log_softmax of scores. They are recorded when the forward ends, unless they reach another softmax.
+
+    Attributes:
+        record: records the scores; None if there is nothing to record here.
+    """
+
+    record: Callable[[], None] | None = None
+
+
 class Scores(NamedTuple):
     """Scores between their product and the softmax: a tensor `factor * value + bias` with `value = prescale * q.k`.
 
@@ -56,6 +68,8 @@ class Scores(NamedTuple):
         linear: True if nothing but factors, masks and biases was applied.
         shifted: True if each row, along the last axis, was shifted by a number of its own, which cancels in a softmax.
         scaling_sites: the sites of the scalings that were applied.
+        log_softmaxes: those that the scores passed; after one, they are followed in case they reach another softmax,
+            and count as weights otherwise.
         lost: the first operation that could not be followed; None for none.
     """
 
@@ -70,6 +84,7 @@ class Scores(NamedTuple):
     linear: bool = True
     shifted: bool = False
     scaling_sites: frozenset[Site] = frozenset()
+    log_softmaxes: tuple[LogSoftmax, ...] = ()
     lost: str | None = None
 
     @property
@@ -152,17 +167,19 @@ class Traces(ByTensor[Trace]):
     Attributes:
         exponentials: for each result of `exp` on scores, the logits and their trace.
         row_sums: for each sum of exponentials over the last axis, with `keepdim`, these exponentials.
+        log_softmaxes: those whose scores are recorded when the forward ends, unless they reach another softmax.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.exponentials = ByTensor[Exponential]()
         self.row_sums = ByTensor[Tensor]()
+        self.log_softmaxes: list[LogSoftmax] = []
         # For scores that were lost when a view of them was changed: that view, and their trace before.
         self._before = ByTensor[tuple[Tensor, Scores]]()
 
     def note(self, output: Any, derived: Derived) -> None:
-        """Store the traces of what a function returned."""
+        """Store the traces of what a function returned; scores that are lost after a log_softmax become weights."""
         parts = tensors_in(output)
         for part in parts:
             self._forget_parts(part)
@@ -172,7 +189,9 @@ class Traces(ByTensor[Trace]):
             parts = [part for part in parts if part.is_floating_point() or part.is_complex()]
         traces = derived if isinstance(derived, list) else [derived] * len(parts)
         for part, trace in zip(parts, traces, strict=True):
-            self[part] = trace.expanded(part.shape) if isinstance(trace, Scores) else trace
+            if isinstance(trace, Scores):
+                trace = Weights() if trace.lost and trace.log_softmaxes else trace.expanded(part.shape)
+            self[part] = trace
 
     def changed(self, tensor: Any) -> None:
         """Mark scores as lost that share memory with a tensor that was changed in place."""
@@ -190,9 +209,16 @@ class Traces(ByTensor[Trace]):
             if isinstance(of_other, Scores):
                 if of_other.lost is None:
                     self._before[other] = tensor, of_other
-                self[other] = of_other.losing(f"an in-place operation on a view of them at {find_line()}")
+                self.note(other, of_other.losing(f"an in-place operation on a view of them at {find_line()}"))
         if isinstance(trace, Scores) and base not in self:
-            self[base] = trace.losing(f"an in-place operation on a view at {find_line()}")
+            self.note(base, trace.losing(f"an in-place operation on a view at {find_line()}"))
+
+    def record_log_softmaxes(self) -> None:
+        """Record the scores of log_softmaxes that reached no other softmax."""
+        for log_softmax in self.log_softmaxes:
+            if log_softmax.record is not None:
+                log_softmax.record()
+        self.log_softmaxes.clear()  # they would keep the scores
 
     def release(self) -> None:
         """Drop references that would otherwise keep tensors alive until the backward pass."""
@@ -209,6 +235,11 @@ class Traces(ByTensor[Trace]):
         """Return the trace of scores before they were lost by a change of this view; None if it did not lose them."""
         found = self._before.get(tensor)
         return found[1] if found is not None and found[0] is view else None
+
+
+def are_weights(trace: Trace | None) -> bool:
+    """Return True for attention weights and for their logarithms, which a log_softmax returned."""
+    return isinstance(trace, Weights) or (isinstance(trace, Scores) and bool(trace.log_softmaxes))
 
 
 def is_learned(tensor: Any, trace: Trace | None) -> bool:
