@@ -52,6 +52,7 @@ class AttentionModule:
         query_place: where W_q is stored, if the first forward revealed that alone.
         has_changed: True once its forward has been replaced.
         shared: its submodules that another attention holds too and calls with inputs of its own.
+        is_by_scale: True if d_k was taken from its scale, which the first forward may contradict.
     """
 
     module: nn.Module
@@ -63,6 +64,7 @@ class AttentionModule:
     query_place: Place | None = None
     has_changed: bool = False
     shared: Set[nn.Module] = frozenset()
+    is_by_scale: bool = False
 
     @property
     def projections(self) -> Pair | None:
@@ -256,11 +258,15 @@ def _sized(module: nn.Module, route: Route, tried: Try) -> AttentionModule | Non
     is_known = not is_user_module(module) and (said is None or locate(module, *said) is not None)
     outcome = (None if is_known else tried(module)) or trial.Outcome()
     size = _size(module, said, outcome)
-    return None if size is None else AttentionModule(module, *size, route, facts(module), outcome.places)
+    is_by_scale = size is None and is_user_module(module)
+    size = from_scale(module) if is_by_scale else size
+    if size is None:
+        return None
+    return AttentionModule(module, *size, route, facts(module), outcome.places, is_by_scale=is_by_scale)
 
 
 def _size(module: nn.Module, said: tuple[int, int] | None, outcome: trial.Outcome) -> tuple[int, int] | None:
-    """Heads and d_k: from the rows that produced q, else as stated, else from the trial, else from the scale."""
+    """Heads and d_k: from the rows that produced q, else as stated, else from the trial."""
     if outcome.places is not None:  # a differential attention may state the number of its pairs of heads
         heads, head_dim = outcome.places[0].rows.shape
         return heads, head_dim
@@ -269,7 +275,7 @@ def _size(module: nn.Module, said: tuple[int, int] | None, outcome: trial.Outcom
     # A size that contradicts the module counts only some of the queries, as in ProbSparse attention.
     if outcome.size is not None and stated(module)[0] in (None, outcome.size[0]):
         return outcome.size
-    return from_scale(module) if is_user_module(module) else None
+    return None
 
 
 def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:

@@ -2488,6 +2488,18 @@ FAULTS = [
         "scaling_sites=first.scaling_sites",
         SCALES,
     ),
+    Fault(
+        "betahook/tap/by_hand/matrices.py",
+        "attention.is_by_scale and matmul.size != (head_dim :=",
+        "heads == (head_dim :=",
+        FIRST_FORWARD,
+    ),
+    Fault(
+        "betahook/tap/by_hand/softmaxes.py",
+        "query.shape[-1] != (head_dim :=",
+        "forward.recorder.heads == (head_dim :=",
+        FIRST_FORWARD,
+    ),
     Fault("betahook/tap/by_hand/softmaxes.py", "passed.record = None", "pass", LOG_SOFTMAX),
     Fault("betahook/tap/by_hand/softmaxes.py", "value=scores.value.clone()", "value=scores.value", LOG_SOFTMAX),
     Fault("betahook/tap/by_hand/softmaxes.py", "forward.shadows.follow(call, output)", "pass", LOG_SOFTMAX),

@@ -24,6 +24,7 @@ from betahook.models.labels import (
 from betahook.tap.by_hand.contraction import Axis, Shared, align_with_heads
 from betahook.tap.recorder import Recorder
 
+BY_SCALE = "where its scale says {} (set its attribute head_dim before attach)"
 REMEDY = "make q and k [batch, num_heads, tokens, d_k], with num_heads as the module states it"
 """Advice appended when the axis of the heads is not found."""
 

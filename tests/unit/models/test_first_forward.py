@@ -280,6 +280,36 @@ def test_heads_and_a_scale_tell_the_width_of_a_head(scale):
             betahook.attach(attention)
 
 
+class OfWholeWidth(nn.Module):
+    """As in MixFormer, whose scale is that of one head as wide as all."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.heads, self.scale, self.fused = HEADS, WIDTH**-0.5, fused
+        self.layer = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, pair):
+        q, k, v = self.layer(pair[0]).unflatten(-1, (3, HEADS, D)).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return (q @ k.mT * self.scale).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_first_forward_contradicts_a_scale_that_is_not_of_one_head(fused):
+    attention = type("OwnAttention", (OfWholeWidth,), {})(fused)
+    with betahook.attach(attention, controller="monitor", when="always") as hook:
+        attention((torch.randn(2, 9, WIDTH), None))
+        (layer,) = hook.layers.values()
+        assert layer.head_dim == WIDTH
+        assert f"{D} components, where its scale says {WIDTH} (set its attribute head_dim" in layer.refusal
+    attention.head_dim = D
+    with betahook.attach(attention, controller="monitor", when="always") as hook:
+        attention((torch.randn(2, 9, WIDTH), None))
+        (layer,) = hook.layers.values()
+        assert (layer.head_dim, layer.refusal) == (D, None)
+
+
 class Plain(nn.Module):
     """An attention whose name does not say so."""
 
