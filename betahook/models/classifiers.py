@@ -8,7 +8,7 @@ none, or `doubt` a module, on which a trial may then decide.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -203,7 +203,12 @@ def has_matrix(module: nn.Module) -> bool:
 
 def _has_product_and_softmax(suspect: Suspect) -> bool:
     """True if the code has a product and a softmax."""
-    return bool(suspect.used_below & SOFTMAX and suspect.used_below & {"@", *PRODUCTS})
+    return have_product_and_softmax(suspect.used_below)
+
+
+def have_product_and_softmax(names: Set[str]) -> bool:
+    """True if code that uses these names has a product and a softmax."""
+    return bool(names & SOFTMAX and names & {"@", *PRODUCTS})
 
 
 CLASSIFIERS = (

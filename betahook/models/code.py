@@ -100,6 +100,18 @@ def names_in(function: FunctionType) -> frozenset[str]:
     return _names(function.__code__)
 
 
+def names_in_method(kind: type, code: CodeType) -> frozenset[str]:
+    """Names that the code of a method uses, and that of other methods that it names; `forward` is left out."""
+    members = {method.__name__: method.__code__ for method in methods(kind) if method.__name__ != "forward"}
+    found, waiting = frozenset[str](), {code}
+    seen = set[CodeType]()
+    while waiting:
+        seen.add(current := waiting.pop())
+        found |= _names(current)
+        waiting |= {members[name] for name in members.keys() & _names(current)} - seen
+    return found
+
+
 def _real_names(function: FunctionType) -> set[str]:
     """Names under which the callees of a function were defined, which compiled functions share with their originals."""
     called = (without_partial(function.__globals__.get(name)) for name in function.__code__.co_names)

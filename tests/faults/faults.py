@@ -911,7 +911,21 @@ FAULTS = [
         FIRST_FORWARD,
     ),
     Fault("betahook/report/warnings.py", "elif name in replaced:", "elif False:", "tests/unit/test_hook_metrics.py"),
-    Fault("betahook/tap/by_hand/bypassed.py", " or recorder.module.training in recorder.modes_run", ""),
+    Fault("betahook/tap/by_hand/bypassed.py", "if has_run and not _attends(recorder.module, frame):", "if False:"),
+    Fault("betahook/tap/by_hand/bypassed.py", "recorder.is_recording or recorder.state.beta_acts", "True"),
+    Fault(
+        "betahook/tap/by_hand/bypassed.py",
+        "        frame = frame.f_back\n    return False",
+        "        break\n    return False",
+    ),
+    Fault("betahook/tap/by_hand/bypassed.py", " or names & FOLLOWED_FUNCTIONS", ""),
+    Fault(
+        "betahook/models/code.py",
+        "waiting |= {members[name] for name in members.keys() & _names(current)} - seen",
+        "pass",
+        BYPASSED,
+    ),
+    Fault("betahook/models/code.py", 'if method.__name__ != "forward"}', "}", BYPASSED),
     Fault("betahook/tap/install.py", "if recorder.state.beta_acts", "if False", COPIES),
     # keep
     Fault("betahook/keep/candidates.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from betahook import compat
+from betahook.models.classifiers import FOLLOWED_FUNCTIONS, have_product_and_softmax
+from betahook.models.code import names_in_method
 from betahook.tap import copies
 from betahook.tap.by_hand.sites import find_line
 from betahook.tap.recorder import Recorder
@@ -71,13 +73,17 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
 def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
     """Leave a layer alone if a method of it, or of a module around it, calls its query projection outside its forward.
 
-    If its forward has run in the same mode, training or evaluation, that is the attention, and this call another use.
+    If its forward has run in the same mode, training or evaluation, that is the attention, and this call another use,
+    unless it comes from a method of the module that computes attention, too.
     """
     if torch.compiler.is_compiling():
         return
     recorder = watch.recorder
     recorder.computed_queries |= recorder.runs > 0
-    if recorder.refusal is not None or recorder.module.training in recorder.modes_run:
+    if recorder.runs or recorder.refusal is not None:
+        return
+    has_run = recorder.module.training in recorder.modes_run
+    if has_run and not (recorder.is_recording or recorder.state.beta_acts):
         return
     if any(other.runs for other in watch.sharing) or compat.is_transformed():
         return
@@ -89,8 +95,20 @@ def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
         return
     if recorder.module not in set(frame.f_locals["self"].modules()):  # replaced by another, which has its projection
         return
+    if has_run and not _attends(recorder.module, frame):
+        return
     recorder.leave_alone(
         f"its query projection is called at {find_line()} outside of its forward, and attention computed there is not "
         "followed",
         "Attention is followed in the forward of a module that contains no other attention. ",
     )
+
+
+def _attends(module: nn.Module, frame: FrameType | None) -> bool:
+    """Return True if a method of the module that runs in this frame, or around it, computes attention."""
+    while frame is not None and frame.f_locals.get("self") is module:
+        names = names_in_method(compat.class_of(module), frame.f_code)
+        if have_product_and_softmax(names) or names & FOLLOWED_FUNCTIONS:
+            return True
+        frame = frame.f_back
+    return False

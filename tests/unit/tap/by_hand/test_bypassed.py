@@ -67,6 +67,20 @@ def test_beta_does_not_stay_in_evaluation_alone(x):
         assert torch.equal(model.eval()(x), expected)
 
 
+class JointInTraining(JointBlock):
+    def forward(self, x):
+        return super().forward(x) if self.training else self.image(x) + self.text(x)
+
+
+def test_a_forward_in_evaluation_shows_nothing_about_training(x):
+    model = make(JointInTraining)
+    with betahook.attach(model, controller="monitor") as hook:
+        model.eval()(x)
+        assert [layer.refusal for layer in hook.layers.values()] == [None, None]
+        model.train()(x)
+        assert None not in [layer.refusal for layer in hook.layers.values()]
+
+
 def test_a_parent_may_use_the_projection_beside_the_forward(x):
     class Regularised(nn.Module):
         def __init__(self):
@@ -82,6 +96,58 @@ def test_a_parent_may_use_the_projection_beside_the_forward(x):
         hook.step()
         model.eval()(x)
         assert hook.layers["1.attn"].refusal is None
+
+
+class WithATest(ByHandAttention):
+    """As in MixFormer, which tracks by further methods."""
+
+    def queries(self, x):
+        return self.split(self.q_proj(x))
+
+    def keys_and_values(self, x):
+        return [self.split(part(x)) for part in (self.k_proj, self.v_proj)]
+
+    def attend(self, x):
+        q, (k, v) = self.queries(x), self.keys_and_values(x)
+        return (q @ k.mT / 3).softmax(-1) @ v
+
+    def attend_by_kernel(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(self.queries(x), *self.keys_and_values(x))
+
+    def attend_elsewhere(self, x):
+        return self.weighted(self.split(self.q_proj(x)), *self.keys_and_values(x))
+
+    def weighted(self, q, k, v):
+        return (q @ k.mT / 3).softmax(-1) @ v
+
+    def penalty(self, x):
+        return self.queries(x).square().mean()
+
+    def output_and_penalty(self, x):
+        return self.forward(x), self.queries(x).square().mean()
+
+
+@pytest.mark.parametrize("method", ["attend", "attend_by_kernel", "attend_elsewhere"])
+def test_a_method_that_attends_beside_the_forward_leaves_the_module_alone(x, method):
+    model = make(WithATest)
+    with betahook.attach(model, controller="monitor") as hook:
+        layer = hook.layers["1"]
+        for each in (model.train(), model.eval()):
+            each(x)
+        getattr(model[1], method)(x)
+        assert layer.refusal is None  # in evaluation nothing is measured, and its beta is the model's own
+        layer.beta = 2 * layer.beta_default
+        getattr(model[1], method)(x)
+        assert layer.refusal.startswith("its query projection is called at test_bypassed.py:")
+
+
+@pytest.mark.parametrize("method", ["penalty", "output_and_penalty"])
+def test_a_method_that_does_not_attend_may_use_the_projection(x, method):
+    model = make(WithATest)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        getattr(model[1], method)(x)
+        assert hook.layers["1"].refusal is None
 
 
 def look(module, x):
