@@ -61,7 +61,7 @@ WITHOUT_MODEL = {
         """,
     ),
     **_all(
-        "no inputs written: its forward takes what other models make",
+        "no inputs written: its forward takes the outputs of other models",
         """
         deepseek_ocr2_encoder dots3_note_audio_encoder edgetam_video fastspeech2_conformer_hifigan
         inkling2_vision inkling_audio instructblip instructblipvideo janus_vqgan molmo2_adapter
@@ -79,7 +79,7 @@ WITHOUT_MODEL = {
         """,
     ),
     **_all(
-        "no small config written that runs",
+        "no small config that runs has been written",
         """
         apertus1p5 blt_local_decoder chmv2 clvp cohere_compass cohere_compass_text csm d_fine deepseek_ocr2_vision
         deimv2 depth_pro dots3_note dots3_note_vision_encoder efficientnet ernie4_5_vl_moe esmfold2
