@@ -1,6 +1,7 @@
 """Clipping: after a step no logit of the same batch exceeds the threshold, and what need not move keeps its bits."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -651,11 +652,10 @@ def test_a_layer_that_the_output_does_not_depend_on_is_tried_again_at_growing_di
 
 def test_noise_of_the_model_is_no_effect_of_the_weights():
     class Drifting(nn.Sequential):
-        calls = 0
+        calls = itertools.count(1)  # an attribute that changes would be restored after a rerun
 
         def forward(self, x):
-            self.calls += 1
-            return super().forward(x) * (1 + 1e-3 * self.calls)
+            return super().forward(x) * (1 + 1e-3 * next(self.calls))
 
     torch.manual_seed(0)
     model, x = Drifting(FusedAttention()), 4 * torch.randn(3, LENGTH, WIDTH)
