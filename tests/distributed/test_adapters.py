@@ -42,6 +42,6 @@ def run(rank, folder):
 
 
 def test_one_rank_reports_weights_whose_adapter_alone_is_sharded(tmp_path):
-    run_ranks(run, 2, str(tmp_path), str(tmp_path), limit=60)
+    run_ranks(run, 2, str(tmp_path), str(tmp_path))
     for dora, metrics in enumerate(torch.load(tmp_path / "metrics")):
         assert metrics == pytest.approx(train(None, bool(dora)), rel=1e-4, abs=1e-5)

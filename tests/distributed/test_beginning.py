@@ -170,7 +170,7 @@ def run(rank, folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(run, 2, str(folder), str(folder), limit=60)
+    run_ranks(run, 2, str(folder), str(folder))
     return [torch.load(folder / str(rank)) for rank in range(2)]
 
 

@@ -50,4 +50,4 @@ def end(rank):
 
 
 def test_all_ranks_fold_or_none_does(tmp_path):
-    run_ranks(end, 2, str(tmp_path), limit=60)
+    run_ranks(end, 2, str(tmp_path))

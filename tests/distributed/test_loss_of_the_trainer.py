@@ -44,4 +44,4 @@ def train(rank, folder):
 
 
 def test_controllers_get_the_loss_that_is_logged(tmp_path):
-    run_ranks(train, 2, str(tmp_path), str(tmp_path), limit=60)
+    run_ranks(train, 2, str(tmp_path), str(tmp_path))
