@@ -70,3 +70,13 @@ def move(hook, per_head):
     for index, layer in enumerate(hook.layers.values()):
         factor = torch.linspace(0.5, 1.5, layer.heads) if per_head else 1.3 + 0.1 * index
         layer.head_beta = factor * layer.head_beta
+
+
+def check_fold(model, x):
+    """Fold a beta that differs by layer, and compare the output of the model before and after."""
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        move(hook, per_head=False)
+        expected = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)

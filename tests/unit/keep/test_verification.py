@@ -13,7 +13,7 @@ from torch import nn
 import betahook
 from support.attention import LENGTH, WIDTH, Block, ByHandAttention, FusedAttention, ToOneKey
 from support.models import build, inputs
-from support.training import move
+from support.training import check_fold, move
 
 
 def squash(model):
@@ -118,12 +118,7 @@ def test_a_layer_runs_again_without_the_cache_that_its_call_filled():
             return self[0](x, Cache())
 
     model, x = Model(Cached()), torch.randn(2, LENGTH, WIDTH)
-    with betahook.attach(model, controller="monitor") as hook:
-        model(x)
-        move(hook, per_head=False)
-        expected = model(x)
-        betahook.fold(model)
-    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    check_fold(model, x)
 
 
 class Taking(nn.Module):
@@ -167,12 +162,7 @@ def test_a_layer_that_writes_to_its_arguments_folds():
             return self[0](x, torch.ones(len(x), LENGTH, LENGTH, dtype=torch.bool).tril_())
 
     model, x = Model(Inverting()), torch.randn(2, LENGTH, WIDTH)
-    with betahook.attach(model, controller="monitor") as hook:
-        model(x)
-        move(hook, per_head=False)
-        expected = model(x)
-        betahook.fold(model)
-    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    check_fold(model, x)
 
 
 def test_a_cache_in_the_attributes_of_a_layer_outlives_what_is_run_again():

@@ -39,6 +39,16 @@ def test_a_loaded_beta_acts_in_the_first_forward_already(x):
         assert hook.layers["1"].statistics.input_std_q == inputs
 
 
+def set_or_load(hook, x, state):
+    """Set a beta after a forward and return the state; or load the state that was returned."""
+    if state is None:
+        hook.model(x)
+        hook.layers["1"].beta = 0.7
+        return hook.state_dict()
+    hook.load_state_dict(state)
+    return state
+
+
 @pytest.mark.oldest_skips("torch crashes where a module with a generator is copied without data")
 def test_the_first_forward_with_a_loaded_beta_draws_once_from_a_generator_of_the_module(x):
     def mix(module, q, k, v):
@@ -50,12 +60,7 @@ def test_the_first_forward_with_a_loaded_beta_draws_once_from_a_generator_of_the
     state = None
     for _ in range(2):
         with betahook.attach(model, controller="monitor") as hook:
-            if state is None:
-                model(x)
-                hook.layers["1"].beta = 0.7
-                state = hook.state_dict()
-            else:
-                hook.load_state_dict(state)
+            state = set_or_load(hook, x, state)
             model[1].generator.manual_seed(3)
             drawn.append((model(x), model[1].generator.get_state()))
     for one, other in zip(*drawn, strict=True):
@@ -150,12 +155,7 @@ def test_the_first_forward_with_a_loaded_beta_writes_once_outside_of_its_module(
         store, reports = Store(), []
         model[1].forward = storing(model[1], store, reports.append)
         with betahook.attach(model, controller="monitor") as hook:
-            if state is None:
-                model(x)
-                hook.layers["1"].beta = 0.7
-                state = hook.state_dict()
-            else:
-                hook.load_state_dict(state)
+            state = set_or_load(hook, x, state)
             calls, store.calls, store.weights["all"][:], reports[:] = 0, 0, [], []
             globals().pop("last")
             outputs.append(model(x))
