@@ -26,6 +26,17 @@ DEPTH = 4
 """Depth to which attributes of a module are restored, e.g. a tensor in a tuple in a list of an object, a cache."""
 
 
+def is_repeatable(module: nn.Module, inputs: Any) -> bool:
+    """Return True if a forward can be `undone`: no input is an object like a cache, and no submodule has a hook."""
+    return _is_plain(inputs) and not any(part._forward_hooks for part in module.modules() if part is not module)
+
+
+def _is_plain(nested: Any) -> bool:
+    if type(nested) in (list, tuple, dict):
+        return all(map(_is_plain, nested.values() if isinstance(nested, dict) else nested))
+    return isinstance(nested, Tensor | torch.Size | bool | int | float | str | None)
+
+
 @contextmanager
 def undone(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Restore what a forward of a module may write to when the context ends.

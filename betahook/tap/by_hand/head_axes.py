@@ -24,9 +24,15 @@ from betahook.models.labels import (
 from betahook.tap.by_hand.contraction import Axis, Shared, align_with_heads
 from betahook.tap.recorder import Recorder
 
-BY_SCALE = "where its scale says {} (set its attribute head_dim before attach)"
 REMEDY = "make q and k [batch, num_heads, tokens, d_k], with num_heads as the module states it"
 """Advice appended when the axis of the heads is not found."""
+
+
+def misfit_of_scale(recorder: Recorder, width: int) -> str | None:
+    """Return how many components contradict a d_k that was inferred from the scale; None if they do not."""
+    if not recorder.attention.is_by_scale or width == recorder.head_dim:
+        return None
+    return f"{width} components, where its scale says {recorder.head_dim} (set its attribute head_dim before attach)"
 
 
 def feature_pair(

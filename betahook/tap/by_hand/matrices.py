@@ -19,7 +19,7 @@ from betahook.tap.by_hand import contraction
 from betahook.tap.by_hand.contraction import Axis, Contraction
 from betahook.tap.by_hand.factors import Factor, divided, is_zero
 from betahook.tap.by_hand.forward import FollowedForward
-from betahook.tap.by_hand.head_axes import BY_SCALE, REMEDY, feature_pair, number_of_heads, put_heads, varying
+from betahook.tap.by_hand.head_axes import REMEDY, feature_pair, misfit_of_scale, number_of_heads, put_heads, varying
 from betahook.tap.by_hand.products import Product
 from betahook.tap.by_hand.shadows import GAIN
 from betahook.tap.by_hand.sites import Site, find_line, find_site
@@ -197,8 +197,8 @@ def _head_axis(forward: FollowedForward, matmul: Contraction, site: Site) -> tup
     """Return the axis of the heads in the left operand, or None and the reason why there is none."""
     if site.obstacle is not None:
         return None, site.obstacle
-    if forward.recorder.attention.is_by_scale and matmul.size != (head_dim := forward.recorder.head_dim):
-        return None, f"a product at {site.line} over {matmul.size} components, {BY_SCALE.format(head_dim)}"
+    if (misfit := misfit_of_scale(forward.recorder, matmul.size)) is not None:
+        return None, f"a product at {site.line} over {misfit}"
     count, summed = forward.recorder.heads, matmul.left_axes.index(matmul.summed)
     labels = forward.labels_of(matmul.left, summed)
     shared = [dim for dim, axis in enumerate(matmul.left_axes) if axis in matmul.batch]

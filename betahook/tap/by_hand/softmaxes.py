@@ -21,7 +21,7 @@ from betahook.tap.by_hand import contraction
 from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.factors import divided, is_zero
 from betahook.tap.by_hand.forward import FollowedForward
-from betahook.tap.by_hand.head_axes import BY_SCALE, REMEDY, feature_pair
+from betahook.tap.by_hand.head_axes import REMEDY, feature_pair, misfit_of_scale
 from betahook.tap.by_hand.hidden import find_hidden_product
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.traces import LogSoftmax, Operand, Scores, Shift, Trace, Weights
@@ -205,8 +205,8 @@ def _fused_axis(forward: FollowedForward, call: Call, kernel: Kernel, given: Arg
         forward.refuse(f"its attention lies in {site.obstacle}")
     elif (obstacle := kernel.obstacle(given)) is not None:
         forward.refuse(f"{call.name} at {site.line} gets {obstacle}")
-    elif forward.recorder.attention.is_by_scale and query.shape[-1] != (head_dim := forward.recorder.head_dim):
-        forward.refuse(f"{call.name} at {site.line} gets {query.shape[-1]} components, {BY_SCALE.format(head_dim)}")
+    elif (misfit := misfit_of_scale(forward.recorder, query.shape[-1])) is not None:
+        forward.refuse(f"{call.name} at {site.line} gets {misfit}")
     elif not kernel.states_heads(query):
         summed = query.dim() - 1
         axis = forward.head_axis(query, forward.labels_of(query, summed), summed, range(len(sizes)), site)

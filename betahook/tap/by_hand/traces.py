@@ -181,8 +181,9 @@ class Traces(ByTensor[Trace]):
     def note(self, output: Any, derived: Derived) -> None:
         """Store the traces of what a function returned; scores that are lost after a log_softmax become weights."""
         parts = tensors_in(output)
-        for part in parts:
-            self._forget_parts(part)
+        if self.exponentials.ids or self.row_sums.ids:  # seldom
+            for part in parts:
+                self._forget_parts(part)
         if derived is None:
             return
         if not isinstance(derived, list):
@@ -227,9 +228,8 @@ class Traces(ByTensor[Trace]):
 
     def _forget_parts(self, tensor: Tensor) -> None:
         """Forget that a tensor, whose contents are new, was part of a softmax written out with `exp`."""
-        if self.exponentials.ids or self.row_sums.ids:
-            self.exponentials.pop(tensor)
-            self.row_sums.pop(tensor)
+        self.exponentials.pop(tensor)
+        self.row_sums.pop(tensor)
 
     def before_change(self, tensor: Tensor, view: Tensor) -> Scores | None:
         """Return the trace of scores before they were lost by a change of this view; None if it did not lose them."""

@@ -30,7 +30,7 @@ from betahook.models.guards import is_handed_over
 from betahook.models.modes import RandomState
 from betahook.models.torch_calls import DIVIDING, PLAIN, Call, copied, is_in_place, name_of, tensors_in
 from betahook.tap import kernels
-from betahook.tap.by_hand import bypassed, dry_run, exponentials, following, handlers, matrices, nested, softmaxes
+from betahook.tap.by_hand import bypassed, exponentials, following, handlers, matrices, nested, softmaxes
 from betahook.tap.by_hand.arithmetic import divide, multiply
 from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.original import Original
@@ -171,7 +171,7 @@ def _rehearse(
 ) -> None:
     """Run a forward dry, to learn about its products before a beta that was set or loaded acts on them."""
     module = recorder.module
-    if not dry_run.is_repeatable(module, (args, kwargs)):
+    if not side_effects.is_repeatable(module, (args, kwargs)):
         return  # e.g. a cache would be filled twice
     args, kwargs = copied((args, kwargs))
     followed = FollowedForward(recorder, plan, (args, kwargs), is_rehearsal=True)
